@@ -2,13 +2,13 @@
 
     python benches/calls.py --data testdata [--mb 256] [--tensors 20000] [--repeat 5] [--out FOLDER]
 
-One state is the data's tensors, again and again under other names until they are as large as asked for, with
-other low bits in their mantissas, which are noise (copies would be stored as such); one is many small
-tensors. Files and stores are in a memory file system where there is one. Rows of other tools are
-beside ours: torch's, safetensors' (whose tensors are a mapped file until they are looked at: every
-page is), ZipNN's buffers, and a clone of the state, which is new memory filled with it and no more.
-The tools take turns, the best of several runs counts, and what comes back is compared with what went
-in. `calls.json` and `calls.md` go to the folder.
+There are two states. The large one repeats the data's tensors under new names up to the requested
+size. Each repetition changes the low bits of the mantissas, which are noise (exact copies would be
+stored as such). The other has many small tensors. Files and stores are in a memory file system if
+there is one. Other tools are measured beside ours: torch, safetensors (whose tensors are a mapped
+file until they are read, so every page is touched), ZipNN on buffers, and a clone of the state,
+which only fills new memory. The best of several runs counts, and what comes back is compared with
+what went in (except for ZipNN). `calls.json` and `calls.md` are written to the folder of `--out`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ State = dict[str, torch.Tensor]
 
 
 class Call(NamedTuple):
-    """A row: what is timed, and what it is given each time."""
+    """A row of the results: what is timed, and how it is prepared and checked."""
 
     what: str
     tool: str
     threads: int
     run: Callable[[], Any]
-    #: What is not timed, before each run.
+    #: Called before each run, not timed.
     prepare: Callable[[], object] = lambda: None
-    #: What `run` must return, if anything.
+    #: What `run` must return; not checked if `None`.
     expected: State | None = None
 
 
 def large_state(files: list[Path], nbytes: int) -> State:
-    """The tensors of some files, as often as makes so many bytes."""
+    """The tensors of some files, repeated until they have `nbytes` bytes."""
     originals = [(k, t) for path in files for k, t in safetensors.torch.load_file(path).items()]
     state: State = {}
     total = 0
@@ -61,7 +61,7 @@ def large_state(files: list[Path], nbytes: int) -> State:
 
 
 def with_other_noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The values with other bits at the low end of their mantissas."""
+    """A copy with other low bits in the mantissas."""
     integers = {2: (torch.int16, 5), 4: (torch.int32, 16)}.get(tensor.element_size())
     if integers is None or not tensor.is_floating_point():
         return tensor.clone()
@@ -71,13 +71,13 @@ def with_other_noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.
 
 
 def small_state(count: int) -> State:
-    """Weights of 256 values."""
+    """`count` weights of 256 values each."""
     generator = torch.Generator().manual_seed(1)
     return {f"layers.{i}.weight": torch.randn(16, 16, generator=generator) for i in range(count)}
 
 
 def touched(state: State) -> State:
-    """Tensors of a mapped file, each page of which is in memory."""
+    """The tensors of a mapped file, once every page has been read."""
     for tensor in state.values():
         tensor.reshape(-1).view(torch.uint8)[::4096].sum()
     return state
@@ -157,7 +157,7 @@ def zipnn_calls(state: State, threads: int) -> Iterator[Call]:
     given: list[bytearray] = []
 
     def copy() -> None:
-        # It reorders the bits of what it is given in place.
+        # ZipNN reorders the bits of its input in place.
         given[:] = [bytearray(values) for _, values in tensors]
 
     def encode() -> list[bytes]:
@@ -182,7 +182,7 @@ def store_calls(state: State, folder: Path, threads: list[int]) -> Iterator[Call
         steps = iter(range(1 << 30))
 
         def fresh(place: Path = place, stores: list = stores, n: int = n, steps: Any = steps) -> None:
-            """A store with a base, kept for the next delta."""
+            """Starts a new store with a base, the parent of the next delta."""
             for old in stores:
                 old.close()
             shutil.rmtree(place, ignore_errors=True)
@@ -215,7 +215,7 @@ def step(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def measure(calls: Iterator[Call], nbytes: int, repeat: int) -> list[dict[str, Any]]:
-    """The best of some runs of each."""
+    """The best of `repeat` runs of each call."""
     rows = []
     for call in calls:
         times = []
@@ -243,7 +243,7 @@ def measure(calls: Iterator[Call], nbytes: int, repeat: int) -> list[dict[str, A
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """A table for each state, with each of our rows beside torch's."""
+    """A table for each state, with the speed of each row relative to torch's."""
     parts = [
         f"{results['processor']}, {results['cores']} cores, PyTorch {results['torch']} with one thread; "
         f"best of {results['repeat']} runs; GB/s (1e9) of raw bytes. Made by `cargo xtask bench`."
@@ -279,7 +279,7 @@ def main() -> None:
     files = sorted(args.data.glob("*.safetensors"))
     if not files:
         raise SystemExit(f"{args.data}: no *.safetensors files")
-    # PyTorch's own copies would use all: one is what others are measured with.
+    # PyTorch's own copies would use all cores; other tools are measured with one thread.
     torch.set_num_threads(1)
     threads = args.threads or sorted({1, 2, os.cpu_count() or 1})
     results: dict[str, Any] = {

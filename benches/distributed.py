@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 benches/distributed.py --gb 3 --folder /dev/shm/dcp
 
-Trains an FSDP2 model of fp32 weights with AdamW for some steps, so that the state has the structure of a real
-one, then saves and loads it. Each row is the slowest rank's best of three, after one that does not count. GPUs
-if there are any (NCCL), else processors (gloo). PyTorch's storage is measured as it comes, with its Zstandard
-extension, and with pinned memory and overlap. "Resharded": into tensors that are cut along another dimension.
+Trains an FSDP2 model of fp32 weights with AdamW for some steps, so that the state has the
+structure of a real one, then saves and loads it. Each row is the best of three rounds, after one
+that does not count; a round takes as long as its slowest rank. Runs on GPUs if there are any
+(NCCL), else on CPUs (gloo). PyTorch's storage is measured with its defaults, with its Zstandard
+extension, and with pinned memory and overlap. "Resharded" rows load into tensors that are sharded
+along another dimension.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def train(gb: float, device: torch.device, world: int) -> tuple[torch.nn.Module, Any]:
-    """A model whose weights and moments have so many bytes, after some steps of training."""
+    """A model whose weights and moments take `gb` GB, and its optimizer, after some steps."""
     width = 2048
     layers = max(1, round(gb * 1e9 / (12 * width * width)))
     torch.manual_seed(1)
@@ -91,7 +93,7 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def resharded(state: Any) -> Any:
-    """A state of as many zeros, cut along the second dimension where the given one is cut along the first."""
+    """The same state, but with matrices of zeros that are sharded along the second dimension."""
     if isinstance(state, dict):
         return {key: resharded(value) for key, value in state.items()}
     if isinstance(state, DTensor) and state.dim() > 1:
@@ -116,7 +118,7 @@ class Bench:
         self.state = {"model": model, "optim": optimizer}
         self.rows: list[dict[str, Any]] = []
         self.step = 0
-        # Of saves in the background: what they send each other is not to mix with what this thread does.
+        # For background saves, whose messages must not mix with those of this thread.
         self.behind = dist.new_group(backend="gloo")
 
     def run(self) -> None:
@@ -159,13 +161,13 @@ class Bench:
         self.row(f"dcp.load, {name}", lambda: dcp.load(self.state, checkpoint_id=folder))
 
     def overlapped(self) -> None:
-        """PyTorch's stager as its recipe for fast staging has it, with the pinned memory kept between saves."""
+        """PyTorch's stager as in its recipe for fast staging; saves share the pinned memory."""
         name = "dcp.async_save, stock, pinned and overlapped"
         with pinned_stager() as stager:
             arguments = lambda: {"checkpoint_id": self.fresh(), "async_stager": stager}  # noqa: E731
             try:
                 self.background(name, arguments)
-            except Exception as error:  # On all ranks alike: the others can still be measured.
+            except Exception as error:  # Raised on all ranks: other rows can still be measured.
                 self.note(f"{name}: {type(error).__name__}: {error}", float("nan"), None, None)
 
     def preset(self, preset: str, store: Path) -> None:
@@ -174,7 +176,7 @@ class Bench:
         self.row(f"dcp.load, {name}", lambda: self.load(store))
         cut = resharded(self.state)
         self.row(f"dcp.load, {name}, resharded", lambda: self.load(store, cut))
-        # Each is one step of training after the one before.
+        # Each save is one training step after the one before.
         train = lambda: one_step(*self.trained)  # noqa: E731
         self.row(f"dcp.save, {name}, delta", lambda: self.save(store, False), store, train)
         self.row(f"dcp.load, {name}, delta", lambda: self.load(store))
@@ -230,7 +232,7 @@ class Bench:
                     )
                 )
             )
-            # Asynchronous staging is a future of its own; the caller may change its tensors when that is done.
+            # Asynchronous staging has its own future; then the caller may change its tensors.
             staging = getattr(futures[0], "staging_completion", None)
             if staging is not None:
                 staging.result()

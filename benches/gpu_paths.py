@@ -3,9 +3,10 @@
     python benches/gpu_paths.py [--gb 0.25 2.5 4] [--repeat 3] [--out FOLDER]
 
 Several states: bf16 models with their AdamW states in fp32, and 3,000 small tensors. Every tool saves
-the same tensors and loads them to the GPU; what comes back is compared to the bit. Values are like
-those of training: normal weights of a size that depends on the layer, moments of gradients that
-differ in size from row to row. `gpu_paths.json`, `.md` and `.svg` go to the folder.
+the same tensors and loads them to the GPU; what comes back is compared bit for bit. Values are like
+those of training: normally distributed weights whose scale depends on the layer, and moments of
+gradients whose scale differs from row to row. `gpu_paths.json`, `.md` and `.svg` are written to the
+folder of `--out`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ Tool = tuple[Callable[[State, Path], object], Callable[[State, Path], State]]
 
 
 def gradient(shape: tuple[int, ...], scale: float) -> torch.Tensor:
-    """Rows and columns differ in size, as activations and errors do."""
+    """A random gradient whose rows differ in scale, as those of a real one do."""
     out = torch.randn(shape, device="cuda") * scale
     rows = torch.randn(shape[0], device="cuda").exp()
     return out * rows.view(-1, *[1] * (len(shape) - 1))
 
 
 def training_state(gigabytes: float) -> State:
-    """A transformer in bf16, AdamW's master copy and moments in fp32: 14 bytes each."""
+    """A transformer in bf16, AdamW's master copy and moments in fp32: 14 bytes per parameter."""
     width, state, total = 2048, {}, 0.0
     shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width)}
     shapes |= {"down": (width, 4 * width), "norm": (width,)}
@@ -155,8 +156,8 @@ def measure(state: State, tool: Tool, folder: Path, repeat: int) -> dict[str, fl
 
 
 def warm_up(folder: Path, gigabytes: float) -> None:
-    """Touches as much memory as files will take: where memory is given to a virtual machine when it
-    is first used, the first file would be slow."""
+    """Touches as much memory as the files will take. Where a virtual machine is given memory only
+    on first use, the first file would be slow."""
     piece = bytes(8 << 20)
     with open(folder / "warm", "wb", buffering=0) as file:
         for _ in range(int(2 * gigabytes * 1e9) // len(piece)):
@@ -165,7 +166,7 @@ def warm_up(folder: Path, gigabytes: float) -> None:
 
 
 def ceilings(folder: Path) -> dict[str, float]:
-    """GB/s of pinned copies to the host and back, and of one thread that writes a new file here."""
+    """GB/s of pinned copies to the host and back, and of one thread that writes a new file."""
     n = 1 << 30
     on_gpu = torch.empty(n, dtype=torch.uint8, device="cuda")
     pinned = torch.empty(n, dtype=torch.uint8, pin_memory=True)
@@ -187,7 +188,7 @@ def ceilings(folder: Path) -> dict[str, float]:
 
 
 def rows(state: State, folder: Path, repeat: int) -> dict[str, dict[str, float]]:
-    """What each tool needs for a state."""
+    """The results of each tool for a state."""
     found = {}
     for tool, functions in tools().items():
         try:
@@ -195,7 +196,7 @@ def rows(state: State, folder: Path, repeat: int) -> dict[str, dict[str, float]]
         except Exception as error:
             if tool.startswith("s4weights"):
                 raise
-            # A peer that does not run here must not take the others with it.
+            # A peer that does not run here must not stop the others.
             print(f"  {tool:28}{error!r}")
             continue
         print(

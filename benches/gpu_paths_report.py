@@ -1,22 +1,22 @@
-"""The outcome of `gpu_paths.py` as Markdown and as a picture."""
+"""The results of `gpu_paths.py` as Markdown and as a picture."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import Any
 
-#: Places in the picture, in pixels.
+#: Layout of the picture, in pixels.
 LEFT, WIDTH, BAR, ROW = 230, 520, 9, 26
 SAVE, LOAD = "#1f6fb2", "#d9822b"
 
 
 def title(state: dict[str, Any]) -> str:
-    """What a state is."""
+    """The name and size of a state."""
     return f"{state['name']}: {state['tensors']} tensors, {state['bytes'] / 1e9:.2f} GB"
 
 
 def machine(results: dict[str, Any]) -> str:
-    """What it was measured on."""
+    """The machine, and the version of PyTorch."""
     return f"{results['device']}, {results['cores']} cores, PyTorch {results['torch']}"
 
 
@@ -38,7 +38,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def table(tools: dict[str, dict[str, float]]) -> str:
-    """Rates and times, and how they stand to torch's saving and safetensors' loading."""
+    """Rates and times, and the speed relative to torch's saving and safetensors' loading."""
     save = tools.get("torch.save", {}).get("save_s")
     load = tools.get("safetensors", {}).get("load_s")
     lines = [
@@ -75,7 +75,7 @@ def picture(results: dict[str, Any]) -> str:
 
 
 def panel(body: list[str], state: dict[str, Any], limits: dict[str, float], top: int) -> int:
-    """The bars of one state; where the next panel may begin."""
+    """Draws the bars of one state; returns where the next panel may begin."""
     copies = [(limits["copy_to_host_gb_s"], SAVE), (limits["copy_to_device_gb_s"], LOAD)]
     scale = WIDTH / max(rate for rate, _ in copies)
     y = top + 14

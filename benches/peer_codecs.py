@@ -1,4 +1,4 @@
-"""The peers, each behind the same four calls, each through its own API and its own defaults."""
+"""The peers behind one interface, each used through its own API with its own defaults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-#: The size of each dimension. Codecs of bytes have no use for it.
+#: The size of each dimension. Byte codecs do not use it.
 Shape = tuple[int, ...]
 
 
@@ -21,7 +21,7 @@ class Peer:
     name = ""
     #: The package that its version is taken from.
     package = ""
-    #: It copies and does not code: there is no coded size.
+    #: Whether it only copies, so that there is no coded size.
     is_copy = False
 
     def __init__(self, threads: int) -> None:
@@ -32,14 +32,14 @@ class Peer:
         return importlib.metadata.version(self.package)
 
     def prepare(self, values: np.ndarray) -> object:
-        """What `encode` is given: by default the tensor's bytes, as they are."""
+        """The input of `encode`: by default the tensor's bytes, as they are."""
         return values
 
     def encode(self, values: object, dtype: str, shape: Shape) -> bytes:
         raise NotImplementedError
 
     def decode(self, blob: bytes, nbytes: int, dtype: str) -> object:
-        """The tensor's bytes again, as anything that `bytes` takes."""
+        """The tensor's decoded bytes, as anything that `bytes` accepts."""
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ class Zstd(Peer):
         import zstandard
 
         super().__init__(threads)
-        # Its own threads only from 2 on: with 1 it would start a worker beside the caller.
+        # Only from 2 threads on: with `threads=1` it would start a worker beside the caller.
         self.coder = zstandard.ZstdCompressor(level=3, threads=0 if threads == 1 else threads)
         self.decoder = zstandard.ZstdDecompressor()
 
@@ -111,7 +111,7 @@ class ZipNN(Peer):
         }
 
     def prepare(self, values: np.ndarray) -> bytearray:
-        # It reorders the bits of what it is given in place: each run needs a fresh copy.
+        # ZipNN reorders the bits of its input in place, so each run needs a fresh copy.
         return bytearray(values)
 
     def encode(self, values: bytearray, dtype: str, shape: Shape) -> bytes:
@@ -122,7 +122,7 @@ class ZipNN(Peer):
 
 
 class OpenZL(Peer):
-    """Floats taken apart, an entropy coder for each part: what its float profiles are made of."""
+    """Floats split into parts, with an entropy coder for each, as in OpenZL's float profiles."""
 
     name, package = "OpenZL", "openzl"
 
@@ -177,7 +177,7 @@ class Z4ai(Peer):
 
 
 class S4Weights(Peer):
-    """Our own codec, without the file around it, into memory that is used again."""
+    """Our own codec without the file around it, decoding into memory that is reused."""
 
     package = "s4weights"
     dtypes: ClassVar = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -203,7 +203,7 @@ class S4Weights(Peer):
 
 
 def available(threads: int) -> tuple[list[Peer], dict[str, str]]:
-    """The peers of this machine, and those that it lacks, with the reason."""
+    """The peers that this machine has, and those that it lacks, with the reason."""
     makers: list[tuple[str, Callable[[], Peer]]] = [
         (kind.name, lambda kind=kind: kind(threads))
         for kind in (Copy, Zstd, Lz4, ZipNN, OpenZL, Z4ai)

@@ -1,6 +1,6 @@
-"""Whole checkpoints: what `save` and `load` of each tool take.
+"""Whole checkpoints: size and speed of each tool's `save` and `load`.
 
-In a memory file system where there is one: the tools are compared, not the disk.
+Files are in a memory file system if there is one: the tools are compared, not the disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark's outcome as Markdown and as a picture."""
+"""The benchmark's results as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Table = list[list[str]]
 
 
 def markdown(results: dict) -> str:
-    """All the tables, with what they were measured on."""
+    """All the tables, with the data and machine they were measured on."""
     parts = [
         summary(results),
         "The same for the weights alone, without the optimizer's states:",
@@ -26,7 +26,7 @@ def markdown(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """The table that says most, by dtype over all files, with what it was measured on."""
+    """The main table, by dtype over all files, with the data and machine it was measured on."""
     machine = results["machine"]
     size = sum(results["data"].values())
     intro = (
@@ -83,11 +83,11 @@ def _threads(number: int) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits at most: there is no more in a timing."""
+    """About three significant digits: timings are no more precise than that."""
     return f"{value:.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
-# The picture: a block for each dtype, in it a row for each peer and three columns.
+# The picture: a block for each dtype, with a row for each peer and three columns.
 ROW, TOP, NAMES, COLUMN, GAP = 22, 64, 250, 190, 70
 COLUMNS = (("ratio", "ratio"), ("encode_gb_s", "encode GB/s"), ("decode_gb_s", "decode GB/s"))
 STYLE = (
@@ -129,7 +129,7 @@ def _block(tensors: dict, dtype: str, top: int) -> list[str]:
 
 
 def _scale(values: list[float], *, linear: bool) -> tuple[float, float]:
-    """The values at the two ends of a column; in powers of ten unless linear."""
+    """The values at the two ends of a column; as powers of ten unless linear."""
     if linear:
         return 0.9, max(values)
     return math.floor(math.log10(min(values))), math.log10(max(values))

@@ -22,11 +22,11 @@ import peer_codecs
 import peer_files
 import peer_report
 
-#: Seconds: a run that takes longer than the first is not repeated; shorter ones are repeated until
-#: they add up to the second.
+#: Seconds: a run that takes longer than `PATIENCE` is the last; shorter ones are repeated at least
+#: until they add up to `ENOUGH`.
 PATIENCE, ENOUGH = 1.0, 0.1
 
-#: What is measured: every peer knows these dtypes.
+#: The dtypes that are measured: every peer supports them.
 FLOATS = ("F32", "BF16", "F16")
 
 Tensor = tuple[str, str, peer_codecs.Shape, np.ndarray]
@@ -44,7 +44,7 @@ def tensors(path: Path) -> Iterator[Tensor]:
 
 
 def best(repeat: int, prepare: Callable[[], object], action: Callable) -> tuple[float, object]:
-    """The shortest time of `action` on what `prepare` returns, and the last outcome."""
+    """The shortest time of `action` on what `prepare` returns, and its last result."""
     times: list[float] = []
     while len(times) < repeat or sum(times) < ENOUGH:
         argument = prepare()
@@ -96,7 +96,7 @@ def by_dtype(rows: list[dict]) -> dict:
 def bench(peers: list[peer_codecs.Peer], files: list[Path], repeat: int) -> dict:
     """Every peer on every file: totals by file, and by dtype over all files and over weights alone.
 
-    The peers take turns on each tensor, so that what else the machine does befalls them alike.
+    The peers take turns on each tensor, so that other load on the machine affects them alike.
     """
     rows: dict[str, dict[str, list[dict]]] = {peer.name: {} for peer in peers}
     weights: dict[str, list[dict]] = {peer.name: [] for peer in peers}
@@ -121,7 +121,7 @@ def bench(peers: list[peer_codecs.Peer], files: list[Path], repeat: int) -> dict
 
 
 def processor() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, if the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,19 +1,20 @@
-"""What a save in the background costs a training loop, for each way of staging, beside its peers.
+"""The cost of a background save to a training loop, for each way of staging, compared with peers.
 
     python benches/staging.py [--gb 3] [--tensors 60 600 6000] [--out FOLDER] [--folder /dev/shm]
     python benches/staging.py --calls [--tensors 60 600 6000 20000]
     python benches/staging.py --tiny --device cpu
 
-The state is bf16 weights with AdamW's master copy and moments in fp32, after some steps of it. In one
-run, for each number of tensors: how long the call blocks (base and delta, each way of staging, the best
-of some after a first save), how long the whole save takes, and the same of a pinned copy, a clone on the
-GPU, `torch.save`, `dcp.async_save` and `s4weights.save`. For one number of tensors also: how much slower
-matrix products become while a save goes on, how long the optimizer waits with ``stage="lazy"`` after a
-forward and backward pass of 0.3 s, and memory. Every last checkpoint is compared to the bit.
+The state is bf16 weights with AdamW's master copy and moments in fp32, after some steps of
+training. One run measures, for each number of tensors, how long the call blocks (base and delta,
+each way of staging, the best of some saves after a first one) and how long the whole save takes,
+and the same for a pinned copy, a clone on the GPU, `torch.save`, `dcp.async_save` and
+`s4weights.save`. For one number of tensors it also measures, for each way of staging, how much
+slower matrix products become during a save, how long the optimizer waits after a forward and
+backward pass of 0.3 s, and memory. The last checkpoint of each store is compared bit for bit.
 
-With --calls instead: saves and loads that block, of files and of a store.
+--calls instead measures saves and loads that block, of files and of a store.
 
-A table goes to stdout, with --out also `staging.json` and `staging.md` to that folder.
+Prints a table to stdout; --out also writes `staging.json` and `staging.md` to that folder.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ import s4weights
 State = dict[str, Any]
 
 STAGES = ("device", "host", "lazy")
-#: Seconds that a forward and backward pass stands for.
+#: Seconds of the simulated forward and backward pass.
 STEP_SECONDS = 0.3
 
 
@@ -64,14 +65,14 @@ class Bench:
             torch.cuda.synchronize()
 
     def timed(self, action: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds until a call returns, and until the device has done what it was given."""
+        """Seconds until a call returns, without what the device has left to do; and its result."""
         self.sync()
         start = time.perf_counter()
         out = action()
         return time.perf_counter() - start, out
 
     def done(self, action: Callable[[], Any]) -> float:
-        """Seconds until a call and its work on the device are done; the best of some."""
+        """Seconds until a call and its work on the device are done; the best of some runs."""
         best = float("inf")
         for _ in range(max(2, self.repeat)):
             self.sync()
@@ -92,7 +93,7 @@ class Bench:
 
 
 def make_state(gigabytes: float, tensors: int, device: str) -> State:
-    """Four tensors a parameter: 14 bytes a value."""
+    """A state with four tensors for each parameter: 14 bytes per value."""
     count = max(1, tensors // 4)
     values = int(gigabytes * 1e9 / 14 / count)
     columns = 1024 if values >= 1 << 16 else 64
@@ -115,7 +116,7 @@ def make_state(gigabytes: float, tensors: int, device: str) -> State:
 
 
 def train(state: State) -> None:
-    """A step of AdamW, in place: gradients of rows that differ in size."""
+    """A step of AdamW, in place, with gradients whose rows differ in scale."""
     slots = list(state["optimizer"]["state"].values())
     state["step"] += 1
     rows = torch.randn(slots[0]["master"].shape[0], 1, device=slots[0]["master"].device).exp()
@@ -155,7 +156,7 @@ def new_folder(parent: Path) -> Iterator[Path]:
 
 
 def measure_yardsticks(bench: Bench, state: State, count: int) -> float:
-    """Copies of the state; the seconds of one into memory that is kept, pinned if there is a GPU."""
+    """Copies of the state. Returns the seconds of one to reused memory (pinned, with a GPU)."""
     tensors = tensors_of(state)
     kept = [torch.empty_like(t, device="cpu", pin_memory=bench.cuda) for t in tensors]
 
@@ -200,7 +201,7 @@ def measure_peers(bench: Bench, state: State, count: int, parent: Path) -> None:
 
 
 def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
-    """DCP in the background: as it comes, and with pinned memory and overlap as PyTorch's recipe."""
+    """DCP in the background: by default, and with PyTorch's recipe of pinned memory and overlap."""
     flat = {f"{i}": tensor for i, tensor in enumerate(tensors_of(state))}
     with new_folder(parent) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -258,7 +259,7 @@ def measure_calls(bench: Bench, state: State, count: int, parent: Path) -> None:
                 raise SystemExit(f"{count} tensors, {kind}: what comes back differs")
             del back
     for what, seconds in times.items():
-        # The first of each makes what later ones find.
+        # The first call of each kind prepares what later ones reuse.
         bench.row(count, f"blocking: {what}", min(seconds[1:]), min(seconds[1:]))
 
 
@@ -280,7 +281,7 @@ def measure_store(bench: Bench, state: State, count: int, parent: Path, stage: s
             staged = time.perf_counter() - start
             entry = pending.wait()
             whole = time.perf_counter() - start
-            if i > 0:  # The first save makes what later ones find.
+            if i > 0:  # The first save prepares what later ones reuse.
                 old = best.get(entry.kind, [float("inf")] * 3)
                 best[entry.kind] = [min(pair) for pair in zip(old, (blocked, staged, whole), strict=True)]
         if not same(state, store.load_checkpoint()):
@@ -303,7 +304,7 @@ class Products:
         self.seconds = 0.0
 
     def run(self, stop: Callable[[], bool], at_least: float) -> float:
-        """Seconds of a product, on average, until `stop` or as long as is asked for."""
+        """Average seconds of a product, run for at least `at_least` seconds and until `stop`."""
         done, start = 0, time.perf_counter()
         while True:
             for _ in range(20):
@@ -316,7 +317,7 @@ class Products:
 
 
 def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> None:
-    """How much slower products are while saves go on, and how long the optimizer waits."""
+    """How much slower products become during saves, and how long the optimizer waits."""
     products = Products(bench)
     least = 0.05 if bench.tiny else 0.4
     products.run(lambda: True, least)
@@ -333,7 +334,7 @@ def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> No
             pending.guard(optimizer)
             beside.append(products.run(pending.done, 0.0))
             pending.wait()
-            # A step of its own: what the optimizer waits for after a forward and backward pass.
+            # In a separate save: how long the optimizer waits after a forward and backward pass.
             pending = store.save_checkpoint(state, i, blocking=False, base=i % 2 == 1, stage=stage)
             pending.guard(optimizer)
             products.run(lambda: True, 0.05 if bench.tiny else STEP_SECONDS)
@@ -347,7 +348,7 @@ def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> No
 
 
 def measure_memory(bench: Bench, state: State, parent: Path, stage: str) -> None:
-    """The most memory of device and host that a save takes, sampled."""
+    """The peak memory of device and host that a save takes, sampled."""
     free: list[int] = []
     resident: list[int] = []
     stop = threading.Event()
@@ -382,7 +383,7 @@ def table(bench: Bench) -> str:
     rows = bench.rows
     pinned = {r["tensors"]: r["blocked_s"] for r in rows if r["what"].startswith("pinned copy")}
     lines = ["| tensors | what | blocked, ms | of a pinned copy | whole, ms |", "|--:|---|--:|--:|--:|"]
-    # A peer may have failed.
+    # Rows of peers that failed have no times.
     for r in (r for r in rows if r["blocked_s"] is not None and r["whole_s"] is not None):
         share = r["blocked_s"] / pinned[r["tensors"]]
         lines.append(
@@ -397,7 +398,7 @@ def table(bench: Bench) -> str:
 def measure_background(
     bench: Bench, state: State, count: int, arguments: argparse.Namespace, is_middle: bool
 ) -> None:
-    """Saves in the background; beside a training loop only for one number of tensors."""
+    """Saves in the background; slowdown and memory only for the middle number of tensors."""
     for stage in STAGES:
         measure_store(bench, state, count, arguments.folder, stage)
     if is_middle and not bench.is_late():

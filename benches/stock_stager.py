@@ -1,4 +1,4 @@
-"""PyTorch's own stager for `dcp.async_save`, as its recipe for fast staging has it: the peer of ours."""
+"""PyTorch's own stager for `dcp.async_save`, as in its recipe for fast staging: a peer of ours."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @contextlib.contextmanager
 def pinned_stager(cuda: bool = True) -> Iterator[Any]:
-    """A stager that copies to page-locked memory, which it keeps between saves, while the caller goes on.
+    """A stager that copies to page-locked memory, kept between saves, while the caller goes on.
 
-    Raises `ImportError` where PyTorch has none.
+    Raises `ImportError` if this version of PyTorch has no such stager.
     """
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
     class Kept(DefaultStager):
-        """Versions of PyTorch close the stager of a save that still needs it."""
+        """Some versions of PyTorch close the stager while a save still needs it."""
 
         def close(self) -> None:
             pass
@@ -29,7 +29,7 @@ def pinned_stager(cuda: bool = True) -> Iterator[Any]:
             use_non_blocking_copy=cuda,
         )
     )
-    # What it copies with can be used again only until it is closed.
+    # The part that copies cannot be used again once it is closed.
     copies = stager._state_dict_stager
     close, copies.close = copies.close, lambda: None
     try:

@@ -1,10 +1,11 @@
-"""Weights of a trainer to a sampler: bytes of a step and seconds to apply it, beside sending all of them.
+"""Weights from a trainer to a sampler: bytes and seconds of a step, beside those of sending all.
 
     python benches/sync.py [--values N] [--steps N] [--folder DIR]
 
-The trainer and the sampler are in this process. What is sent goes over TCP on the loopback interface. The
-rows: `Publisher.publish_delta` and `Subscriber.apply_delta` with their defaults, over the socket and through
-a folder; and the plain way, `torch.save` to a socket, `torch.load`, and a copy into the live parameters.
+The trainer and the sampler are in this process; sockets use TCP on the loopback interface. The
+rows are `Publisher.publish_delta` and `Subscriber.apply_delta` with their defaults, over the
+socket and through a folder; and the plain way, `torch.save` to a socket, `torch.load`, and a copy
+into the live parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def send_all(state: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> t
 def deltas(
     arguments: argparse.Namespace, kind: str, listen: str | None, place: str
 ) -> list[tuple[float, ...]]:
-    """The steps after the base: bytes, seconds to publish, seconds to apply, share of values changed."""
+    """Per step after the base: bytes, seconds to publish, to apply, share of values changed."""
     state, live = weights(arguments.values, 1), weights(arguments.values, 2)
     update = UPDATES[kind](state)
     found = []

@@ -1,13 +1,14 @@
-"""Checkpoints that the codec was not tuned on, and what ZipNN makes of them.
+"""Checkpoints that the codec was not tuned on, compared with ZipNN.
 
     python benches/unseen.py make FOLDER [--flat CHECKPOINTS]
     cargo run --release -p s4-benches --bin ratio -- --data FOLDER --sizes > sizes.tsv
     python benches/unseen.py compare FOLDER sizes.tsv [--tensors]
 
-Needs torch, safetensors, scikit-learn (for its data alone) and, to compare, zipnn. `make` trains small networks on
-the CPU for some minutes and writes `NAME_sK.safetensors`, K steps of the optimizer after the first one. `--flat` makes
-flat buffers, as ZeRO and FSDP1 do, of other such files, too. Seeds are fixed; processors and versions of PyTorch round
-differently, so that figures differ in the last digits.
+Needs torch, safetensors, scikit-learn (only for its data) and, for `compare`, zipnn. `make` trains
+small networks on the CPU for some minutes and writes `NAME_sK.safetensors`, K optimizer steps
+after the first checkpoint. `--flat` also makes flat buffers, as ZeRO and FSDP1 do, from other such
+files. Seeds are fixed, but processors and versions of PyTorch round differently, so figures differ
+in the last digits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from torch.nn import functional
 State = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-#: Steps after the first checkpoint of which one is kept, too.
+#: Steps after the first checkpoint at which others are kept.
 LATER = (1, 10, 100)
-#: Steps before the first one.
+#: Steps before the first checkpoint.
 WARM = 150
 
 
@@ -36,7 +37,7 @@ WARM = 150
 
 
 def digits() -> Iterator[Batch]:
-    """Images of digits, 8 by 8, and what they show."""
+    """Batches of 8-by-8 images of digits, with their labels."""
     from sklearn.datasets import load_digits
 
     images, labels = map(torch.tensor, load_digits(return_X_y=True))
@@ -47,13 +48,13 @@ def digits() -> Iterator[Batch]:
 
 
 def library() -> torch.Tensor:
-    """Source of Python's library, as bytes."""
+    """Source of Python's standard library, as bytes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
     return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
 
 
 def text() -> Iterator[Batch]:
-    """Bytes of that, and those that follow each."""
+    """Batches of that source, with the byte that follows each byte."""
     source = library()
     while True:
         starts = torch.randint(len(source) - 65, (8,)).tolist()
@@ -123,7 +124,7 @@ class Lion(torch.optim.Optimizer):
 
 
 def checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """The tensors of both, by names that tell their roles."""
+    """The tensors of both, under names that show their roles."""
     out = {f"model.{name}": t for name, t in model.state_dict().items()}
     for name, p in model.named_parameters():
         for key, t in optimizer.state[p].items():
@@ -138,7 +139,7 @@ def train(
     data: Iterator[Batch],
     dtype: torch.dtype = torch.float32,
 ) -> dict[int, State]:
-    """Checkpoints by step. With another dtype than fp32 weights and momentum are rounded to it after each step."""
+    """Checkpoints by step. After each step, weights and optimizer states are rounded to `dtype`."""
     kept = {}
     for step in range(max(LATER) + 1 + WARM):
         optimizer.zero_grad()
@@ -154,13 +155,13 @@ def train(
 
 
 def cast(state: State, dtype: torch.dtype, prefix: str = "") -> State:
-    """The same, with floats of names that start with `prefix` in another dtype."""
+    """The same state, with floats whose names start with `prefix` in another dtype."""
     chosen = {k for k, t in state.items() if k.startswith(prefix) and t.is_floating_point()}
     return {k: t.to(dtype) if k in chosen else t for k, t in state.items()}
 
 
 def with_masters(state: State, dtype: torch.dtype) -> State:
-    """A run in mixed precision: a model that is rounded, and its weights in fp32 beside it."""
+    """The state of a run in mixed precision: a rounded model, with its fp32 weights as masters."""
     floats = [k for k, t in state.items() if k.startswith("model.") and t.is_floating_point()]
     masters = {k.replace("model.", "master.", 1): state[k] for k in floats}
     return cast(state, dtype, "model.") | masters
@@ -177,7 +178,7 @@ def flat(state: State) -> State:
 
 
 def joined(state: State) -> State:
-    """One buffer of everything that has the same dtype."""
+    """One buffer for everything of the same dtype."""
     parts: dict[str, list[torch.Tensor]] = {}
     for _, t in sorted(flat(state).items()):
         parts.setdefault(str(t.dtype).removeprefix("torch."), []).append(t)
@@ -185,7 +186,7 @@ def joined(state: State) -> State:
 
 
 def others(state: State) -> State:
-    """Counters, masks, text, small integers and floats of one byte, as real weights give them."""
+    """Counters, masks, text, small integers and one-byte floats, mostly made of real weights."""
     from sklearn.datasets import load_digits
 
     weights = torch.cat([t.flatten() for k, t in sorted(state.items()) if k.startswith("model.")])
@@ -271,9 +272,10 @@ def make(folder: Path, sources: Path | None) -> None:
 
 
 def zipnn_sizes(path: Path, base: Path | None) -> dict[str, int]:
-    """Bytes of each tensor by ZipNN: with the file's parent the smaller of the difference and the tensor itself.
+    """ZipNN's bytes for each tensor; with a parent, of the difference if that is smaller.
 
-    Under the name `""` those of the whole file: of the tensors with safetensors' header, or of the file as one buffer.
+    The name `""` is for the whole file: the smaller of all tensors with safetensors' header, and
+    the file as one buffer.
     """
     from zipnn import ZipNN
 
@@ -286,7 +288,8 @@ def zipnn_sizes(path: Path, base: Path | None) -> dict[str, int]:
     def raw(t: torch.Tensor) -> bytes:
         return t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
-    # Other types are taken as these. (Of many such tensors ZipNN 0.5.4 crashes: `compare` leaves them out.)
+    # Other dtypes are passed as one of these. (ZipNN 0.5.4 crashes on many such tensors, which
+    # `compare` leaves out.)
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
     state = safetensors.torch.load_file(path)
     parent = safetensors.torch.load_file(base) if base else {}
@@ -319,7 +322,7 @@ def compare(folder: Path, table: Path, tensors: bool) -> None:
     for file in files:
         path = folder / f"{file}.safetensors"
         if not path.is_file() or file.startswith("other-dtypes"):
-            continue  # what `ratio` makes of a file; what ZipNN crashes of
+            continue  # A state that only `ratio` makes, or a file that crashes ZipNN.
         base = path.with_name(path.name.replace("_s" + path.stem.rsplit("_s", 1)[1], "_s0"))
         peer = zipnn_sizes(path, base if base != path else None)
         total = sum(t.nbytes for t in safetensors.torch.load_file(path).values())

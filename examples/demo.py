@@ -2,9 +2,9 @@
 
 `cargo xtask demo` runs this. Three runs of examples/train_gpt.py: one unbroken, one that kills
 itself half way, one that resumes it. The first and the last must end in the same bits. The last
-checkpoint is then written with other tools too, for a table of sizes and times. At last the same
-with checkpoint stores, in a folder and on an S3 server (`demo_store.py`), and with a runner that
-checkpoints are handed to (`demo_runner.py`).
+checkpoint is then written with other tools too, for a table of sizes and times. Finally, the same
+is done with checkpoint stores, in a folder and on an S3 server (`demo_store.py`), and with a runner
+that takes over checkpoints (`demo_runner.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRAIN = Path(__file__).with_name("train_gpt.py")
 
 
 def tensor_bytes(tree: object) -> int:
-    """The bytes of a state's tensors, those that share memory once."""
+    """The bytes of a state's tensors; tensors that share memory count once."""
     tensors = (value for _, value in leaves(tree) if isinstance(value, torch.Tensor))
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
@@ -71,7 +71,7 @@ def zstd_tool() -> Tool:
 
 
 def zipnn_tool() -> Tool:
-    """ZipNN codes tensors: each by itself, tied ones once; torch keeps the rest of the state."""
+    """ZipNN codes fp32 tensors separately, tied ones once; torch keeps the rest of the state."""
     from zipnn import ZipNN
 
     coder = ZipNN(input_format="torch")
@@ -84,7 +84,7 @@ def zipnn_tool() -> Tool:
                 continue
             name = names.setdefault(value.data_ptr(), place)
             if name == place:
-                # A copy, since it reorders the bits of what it is given in place.
+                # A copy, since ZipNN reorders the bits of its input in place.
                 blob = coder.compress(value.clone().reshape(-1))
                 coded[place] = (torch.frombuffer(bytearray(blob), dtype=torch.uint8), value.shape)
             else:
@@ -118,7 +118,7 @@ def best(repeat: int, action: Callable[[], object]) -> float:
 
 
 def table(state: dict, folder: Path) -> bool:
-    """Prints a row for every tool's file of the state; whether all gave the state back."""
+    """Prints a row for each tool's file of the state; returns whether all gave the state back."""
     tools: list[tuple[str, Callable[[], Tool]]] = [
         ("torch.save", torch_tool),
         ("torch.save + zstd -3", zstd_tool),
@@ -148,7 +148,7 @@ def table(state: dict, folder: Path) -> bool:
 
 
 def with_stores(folder: Path, args: argparse.Namespace, unbroken: object) -> list[bool]:
-    """Trains with stores; whether each ended as it must."""
+    """Trains with stores; returns whether each run ended as it must."""
     kill_in = (KILL_IN // SAVE_EVERY) * SAVE_EVERY
     demo = Demo(COMMAND, folder / "unbroken", kill_in, kill_in - SAVE_EVERY)
     print(f"\n6. With a checkpoint store in a folder, killed while step {kill_in} is saved")
@@ -157,7 +157,7 @@ def with_stores(folder: Path, args: argparse.Namespace, unbroken: object) -> lis
         print("\n7. No S3 server was named: `cargo xtask demo` starts one")
         return done
     print("\n7. The same over S3's protocol")
-    # What servers that check no credentials are given.
+    # For servers that check no credentials.
     options = {"endpoint_url": args.s3, "key": "test", "secret": "test", "region": "us-east-1"}
     url = f"s3://{args.bucket}/demo-{time.time_ns()}"
     return [*done, demo.run(url, options, folder / "s3.pt", unbroken)]

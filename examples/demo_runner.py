@@ -1,8 +1,9 @@
 """The part of the demo that trains with a runner.
 
-A training process hands its checkpoints to a runner, `s4w serve`, over a socket. Both are killed by SIGKILL, one after
-the other; then both start again and go on. In the end everything on the local drive is deleted: all that the runner
-has ever accepted must come from the bucket, with every bit.
+A training process hands its checkpoints to a runner, `s4w serve`, over a socket. Both are killed
+by SIGKILL, one after the other; then both start again and go on. In the end everything on the
+local drive is deleted, and everything that the runner ever accepted must come from the bucket, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from same import check, differences
 
 import s4weights
 
-#: What the training script says once the runner has a checkpoint.
+#: What the training script prints once the runner has a checkpoint.
 ACCEPTED = re.compile(r"step (\d+): .*accepted by the runner")
 
 
@@ -31,7 +32,7 @@ class Runner:
         self.socket = f"unix://{folder.resolve()}/s4w.sock"
         config = folder / "runner.toml"
         lines = ["min_free_bytes = 0", "threads = 1", "[storage_options]"]
-        # JSON's texts are TOML's.
+        # JSON strings are valid TOML strings.
         lines += [f"{key} = {json.dumps(value)}" for key, value in options.items()]
         config.write_text("\n".join(lines) + "\n")
         self.command = [program, "serve", "--config", str(config), "--store", url]
@@ -50,7 +51,7 @@ class Runner:
         print(f"  the runner: SIGKILL, {when}")
 
     def end(self) -> bool:
-        """As a service manager ends it: when all is durable."""
+        """Ends it as a service manager does; it exits once everything is durable."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(120) == 0
@@ -65,7 +66,7 @@ def with_runner(
     kill_in: int,
     unbroken: object,
 ) -> bool:
-    """Everything; whether all was as it must be."""
+    """Runs this part of the demo; returns whether all was as it must be."""
     own = folder / "runner"
     own.mkdir()
     runner = Runner(program, own, url, options)

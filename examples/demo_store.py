@@ -1,8 +1,8 @@
 """The part of the demo that trains with a checkpoint store.
 
 A run dies by SIGKILL while a checkpoint is uploaded, and is resumed from the newest one that was
-published. Then a difference becomes a base, what came before it is deleted and swept, and whatever
-is still listed must be what the unbroken run had at that step.
+published. Then a delta becomes a base, older checkpoints are retired and swept, and every
+checkpoint that is still listed must be what the unbroken run had at that step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from same import check, differences
 
 import s4weights
 
-#: Checkpoints that share a base, so that the demo shows more than one.
+#: The most checkpoints that share a base: few, so that the demo shows more than one base.
 MAX_CHAIN = 5
-#: The newest so many are kept, and what they need.
+#: How many of the newest checkpoints are kept, with what they need.
 KEPT = 3
 SAVED = re.compile(r"step (\d+): .* in ([0-9.]+) s$")
 
@@ -38,7 +38,7 @@ class Demo:
         self.times: dict[int, str] = {}
 
     def run(self, url: str, options: dict[str, str], final: Path, reference: object) -> bool:
-        """Everything, at one place; whether all was as it must be."""
+        """Runs everything with the store at `url`; returns whether all was as it must be."""
         self.times = {}
         if self.train(url, options, kill_in_save=self.kill_in) != -signal.SIGKILL:
             print("  it was not killed")
@@ -68,7 +68,7 @@ class Demo:
     def train(
         self, url: str, options: dict[str, str], *, kill_in_save: int = 0, final: Path | None = None
     ) -> int:
-        """Runs the training script; gives its exit code, and remembers how long saves took."""
+        """Runs the training script; returns its exit code, and remembers how long saves took."""
         command = [*self.command, "--store", url, "--max-chain", str(MAX_CHAIN)]
         command += ["--kill-in-save", str(kill_in_save)]
         for key, value in options.items():
@@ -82,7 +82,7 @@ class Demo:
         return process.returncode
 
     def table(self, store: s4weights.CheckpointStore) -> None:
-        """Prints what is listed."""
+        """Prints the listed checkpoints."""
         print(f"  {'step':>6}  {'kind':<6}{'bytes':>12}{'ratio':>8}{'save':>10}")
         for entry in store.list():
             took = f"{float(self.times[entry.step]) * 1e3:.0f} ms"
@@ -101,7 +101,7 @@ class Demo:
         return True
 
     def clean_up(self, store: s4weights.CheckpointStore) -> None:
-        """Makes a base of a difference, retires what the newest ones do not need, and sweeps."""
+        """Makes a delta a base, pins the oldest checkpoint, applies retention, and sweeps."""
         entries = store.list()
         newer = entries[len(entries) // 2 :]
         delta = next(entry for entry in newer if entry.kind == "delta")
@@ -113,7 +113,7 @@ class Demo:
         steps = {entry.id: entry.step for entry in store.list()}
         gone = store.apply_retention(s4weights.Retention(keep_last=KEPT))
         print(f"  pinned: step {pinned}; retired: {', '.join(str(steps[id]) for id in sorted(gone))}")
-        # The first sweep gives up what the killed run left, the second one deletes that.
+        # The first sweep gives up the attempt of the killed run, the second one deletes its data.
         swept = [store.gc(grace=0, exclusive=True)["deleted_bytes"] for _ in range(2)]
         print(f"  swept: {sum(swept):,} bytes of what was retired, replaced or never published")
 

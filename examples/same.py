@@ -8,7 +8,7 @@ import torch
 
 
 def leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every value in nested containers, with its place."""
+    """Every value in nested containers, with its path."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from leaves(value, f"{path}/{key}")
@@ -40,7 +40,7 @@ def differences(a: object, b: object) -> list[str]:
 
 
 def check(what: str, a: object, b: object) -> bool:
-    """Prints whether two states are the same, and where not."""
+    """Prints whether two states are the same and where they differ; returns whether they are."""
     found = differences(a, b)
     if not found:
         print(f"  same: {what} ({sum(1 for _ in leaves(a))} values)")

@@ -3,11 +3,11 @@
     python examples/train_gpt.py --checkpoints runs/a
     python examples/train_gpt.py --store s3://bucket/runs/a
 
-Run it again with the same folder or store, and it goes on from the newest checkpoint. What it ends
-in does not depend on how often it was killed: a checkpoint holds the model, the optimizer, the
+Run it again with the same folder or store, and it goes on from the newest checkpoint. The result
+does not depend on how often it was killed: a checkpoint holds the model, the optimizer, the
 schedule, the step, the losses so far and the state of every random number generator.
 
-With `--checkpoints`, each checkpoint is a file of its own; with `--store`, most are stored as their
+With `--checkpoints`, each checkpoint is a separate file; with `--store`, most are stored as their
 difference from an earlier one, in a folder or a bucket.
 """
 
@@ -73,7 +73,7 @@ class GPT(nn.Module):
 
 
 class Run:
-    """Everything that one training run consists of."""
+    """The whole state of one training run."""
 
     def __init__(self, steps: int, seed: int = 1) -> None:
         random.seed(seed)
@@ -89,7 +89,7 @@ class Run:
         self.losses: list[float] = []
 
     def state(self) -> dict:
-        """All that the rest of the run depends on."""
+        """Everything that the rest of the run depends on."""
         name, key, position, has_gauss, gauss = np.random.get_state()
         return {
             "model": self.model.state_dict(),
@@ -164,14 +164,14 @@ class Files:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def resume(self, run: Run) -> str | None:
-        """Restores the newest checkpoint, if there is one; gives its name."""
+        """Restores the newest checkpoint, if there is one; returns its name."""
         newest = max(self.folder.glob("step-*.s4w"), default=None)
         if newest is not None:
             run.restore(s4weights.load(newest))
         return newest and newest.name
 
     def save(self, run: Run) -> str:
-        """Saves a checkpoint; gives what to say of it."""
+        """Saves a checkpoint; returns a note for the log line."""
         s4weights.save(run.state(), self.folder / f"step-{run.step:06}.s4w")
         return ""
 
@@ -179,7 +179,7 @@ class Files:
 class Store:
     """Checkpoints in a store: a folder, or a URL."""
 
-    #: Bytes a second, and seconds: a save that is to be killed takes longer than until it is.
+    #: Bytes per second, and seconds: the save that will be killed is slow enough to be cut off.
     SLOW, KILLED_AFTER = 2_000_000, 1.0
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -196,7 +196,7 @@ class Store:
         )
 
     def resume(self, run: Run) -> str | None:
-        """Restores the newest checkpoint, if there is one; gives its name."""
+        """Restores the newest checkpoint, if there is one; returns its name."""
         if self.args.runner:
             try:
                 run.restore(self.store.load_checkpoint())
@@ -210,7 +210,7 @@ class Store:
         return f"step {step} of the store"
 
     def save(self, run: Run) -> str:
-        """Saves a checkpoint; gives what to say of it."""
+        """Saves a checkpoint; returns a note for the log line."""
         if run.step == self.args.kill_in_save:
             print(f"  step {run.step}: SIGKILL, while its checkpoint is uploaded", flush=True)
             self.store = self.open(bandwidth=self.SLOW)
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--final", type=Path, help="torch.save the last state here as well")
     args = parser.parse_args()
 
-    # One order of every sum: the same bits from the same numbers, however busy the machine is.
+    # A fixed order of every sum: the same numbers give the same bits, however busy the machine is.
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     run = Run(args.steps)

@@ -1,10 +1,10 @@
-"""A trainer that publishes its weights, and two samplers that follow it, each a process of its own.
+"""A trainer that publishes its weights, and two samplers that follow it, each in its own process.
 
     python examples/weight_sync.py
     python examples/weight_sync.py --socket --values 50000000 --update adamw
 
 The second sampler misses a step, and catches up through the chain. In the end both have the trainer's
-weights, bit for bit. Printed are the bytes of each step and the seconds that it takes to apply.
+weights, bit for bit. Prints the bytes of each step and the seconds that applying it takes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 
 from s4weights.sync import Publisher, Subscriber
 
-#: The values of one tensor.
+#: The most values of one tensor.
 ROW = 1 << 22
 
 
 def weights(values: int, seed: int) -> dict[str, torch.Tensor]:
-    """Values of the size of a trained model's, in bf16."""
+    """bf16 tensors with values as large as those of a trained model."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [min(ROW, values - at) for at in range(0, values, ROW)]
     return {
@@ -37,7 +37,7 @@ def weights(values: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """What tells whether two states are the same."""
+    """A hash that tells whether two states are the same."""
     found = hashlib.blake2b()
     for name, tensor in sorted(state.items()):
         found.update(name.encode())
@@ -57,7 +57,7 @@ def few(state: dict[str, torch.Tensor], share: float = 0.003) -> Iterator[None]:
 
 
 def adamw(state: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Steps of AdamW on float32 copies, at the learning rate of a run for alignment."""
+    """Steps of AdamW on float32 copies, at the learning rate of an alignment run."""
     generator = torch.Generator().manual_seed(7)
     copies = {name: torch.nn.Parameter(t.float()) for name, t in state.items()}
     optimizer = torch.optim.AdamW(copies.values(), lr=1e-6, weight_decay=0.01)
@@ -94,15 +94,15 @@ def train(
                 f"{entry.raw_bytes:,}",
                 flush=True,
             )
-            barrier.wait()  # All have been told.
-            barrier.wait()  # All have applied it.
+            barrier.wait()  # The step is published.
+            barrier.wait()  # Both samplers have applied or skipped it.
         tell.put(digest(state))
         tell.put(digest(state))
         barrier.wait()
 
 
 def sample(rank: int, arguments: argparse.Namespace, told: Any, barrier: Any) -> None:
-    """A sampler: the second one is busy when the last step but one comes."""
+    """A sampler. The second one is busy when the last step but one is published."""
     torch.set_num_threads(1)
     state = weights(arguments.values, seed=100 + rank)
     with Subscriber(told.get(), state) as subscriber:
@@ -127,7 +127,7 @@ def sample(rank: int, arguments: argparse.Namespace, told: Any, barrier: Any) ->
 
 
 def main() -> int:
-    """Runs all three; 0 if both samplers have the trainer's weights."""
+    """Runs all three; returns 0 if both samplers have the trainer's weights."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--values", type=int, default=4_000_000, help="parameters, in bf16")
     parser.add_argument("--steps", type=int, default=5)
@@ -152,7 +152,7 @@ def main() -> int:
         for process in processes:
             process.join()
             if process.exitcode:
-                # The others would wait for it.
+                # The others would wait for it forever.
                 barrier.abort()
     return int(any(process.exitcode for process in processes))
 

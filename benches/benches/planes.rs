@@ -1,4 +1,4 @@
-//! Splitting into planes, merging, differences: by dtype and vector instructions.
+//! Splitting into planes, merging and differences, by dtype and vector instructions.
 
 use std::hint::black_box;
 
@@ -31,7 +31,8 @@ fn fields(group: &mut Group<'_>, sample: &Sample, kernels: Kernels) {
     });
 }
 
-/// The difference to the next training step, in place: each run undoes the one before.
+/// The difference to the next training step, in place. Adding undoes the subtraction, so that every
+/// iteration sees the same values.
 fn differences(group: &mut Group<'_>, sample: &Sample, kernels: Kernels) {
     let mut buf = sample.next.clone();
     group.bench_function(id("sub-and-add-values", sample, kernels), |bencher| {

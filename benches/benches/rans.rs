@@ -1,4 +1,4 @@
-//! The rANS codec on exponents: by precision and vector instructions.
+//! The rANS codec on exponents, by precision and vector instructions.
 
 use std::hint::black_box;
 
@@ -35,7 +35,7 @@ fn main() {
     let mut criterion: Criterion = s4_benches::criterion().configure_from_args();
     let mut group = criterion.benchmark_group("rans-exponents");
     for sample in &Sample::all() {
-        // One symbol for each element: the rate is that of the tensor's raw bytes.
+        // There is one symbol for each element, but rates count the tensor's raw bytes.
         group.throughput(Throughput::Bytes(sample.data.len() as u64));
         let planes = sample.planes();
         for simd in Simd::available() {

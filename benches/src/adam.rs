@@ -1,4 +1,4 @@
-//! A state that changes as AdamW changes one: values of any size, where `testdata` is too small.
+//! A state of any size that changes as under AdamW, for benchmarks that `testdata` is too small for.
 
 use s4weights::{DType, TensorSource};
 
@@ -7,13 +7,13 @@ use s4weights::{DType, TensorSource};
 pub struct State([Vec<f32>; 3]);
 
 impl State {
-    /// Weights of about a normal distribution, and moments of zero: so many values of each.
+    /// Roughly normally distributed weights, and moments of zero, with `values` values each.
     pub fn new(values: usize) -> Self {
         let weights = (0..values).map(|i| 0.05 * bell(i as u64)).collect();
         Self([weights, vec![0.0; values], vec![0.0; values]])
     }
 
-    /// Takes one training step, with gradients that depend on the number of the step.
+    /// Takes one training step, with gradients that depend on the step number.
     pub fn step(&mut self, step: u64) {
         let [weights, first, second] = &mut self.0;
         for (i, w) in weights.iter_mut().enumerate() {
@@ -30,13 +30,13 @@ impl State {
     }
 }
 
-/// The tensors to save, of what [`State::bytes`] gave.
+/// The tensors to save, from the result of [`State::bytes`].
 pub fn sources<'a>(bytes: &'a [Vec<u8>], shape: &'a [u64]) -> Vec<TensorSource<'a>> {
     let named = ["w", "m", "v"].iter().zip(bytes);
     named.map(|(name, data)| TensorSource::new(name, DType::Float32, shape, data)).collect()
 }
 
-/// About a normal distribution.
+/// A pseudorandom value, roughly normally distributed.
 fn bell(seed: u64) -> f32 {
     let mut x = seed;
     let mut sum = 0.0;

@@ -1,24 +1,24 @@
-//! What the benchmarks share: real tensors, states of training runs, a server, and how long to measure.
+//! Shared by the benchmarks: real tensors, states of training runs, a server, and how long to measure.
 //!
 //! `cargo xtask bench` runs the benchmarks of kernels and writes their table. Every rate counts the raw
 //! bytes of the tensor, so that stages can be compared with each other and with the memory copy beside
-//! them. (`peers.py` measures whole codecs against those of others.) Whole paths are programs of their own,
+//! them. (`peers.py` compares whole codecs with those of other projects.) Whole paths are separate programs,
 //! run as `cargo run --release -p s4-benches --bin NAME`:
 //!
 //! | program | measures |
 //! |---|---|
-//! | `chains` | size and time to restore of chains of checkpoints, by number of hops |
+//! | `chains` | size of chains of checkpoints and time to restore them, by number of hops |
 //! | `deltas` | size and speed of checkpoints stored as the difference from an earlier one |
-//! | `planning` | choosing the plan of a tensor, beside encoding it |
-//! | `ratio` | ratios by preset, and the speed of each |
-//! | `upload` | saving to an S3 server, beside uploading the same bytes raw |
+//! | `planning` | time to plan a tensor, beside the time to encode it |
+//! | `ratio` | ratio and speed of each preset |
+//! | `upload` | saving to an S3 server, compared with uploading the raw bytes |
 //! | `steps` | saving a state step by step into a store, and restoring each |
 //! | `peak` | one save or load, for a look at its memory |
 //! | `gpu` | the CUDA engine and nvCOMP; `cargo xtask bench --gpu` runs it |
 //!
-//! Deliberately absent: made-up data for kernels and codecs. The speed of a kernel may not depend on the
-//! values, but that of an entropy coder does. `upload`, `steps` and `peak` need states of any size: theirs
-//! are made as AdamW would make them ([`adam`]).
+//! Kernels and codecs are deliberately not measured on made-up data. The speed of a kernel may not depend
+//! on the values, but that of an entropy coder does. `upload`, `steps` and `peak` need states of any size, so
+//! they make them up; those of `upload` and `steps` change as under AdamW ([`adam`]).
 
 pub mod adam;
 pub mod memory;
@@ -96,7 +96,7 @@ impl Planes {
     }
 }
 
-/// Short measurements: there are many, and what they are read for is factors, not percents.
+/// Short measurements: there are many, and they are read for factors, not for percents.
 pub fn criterion() -> Criterion {
     Criterion::default()
         .sample_size(20)

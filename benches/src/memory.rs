@@ -3,12 +3,12 @@
 use std::io::Write;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What was written; clones share it.
+/// The bytes written so far; clones share them.
 #[derive(Debug, Clone, Default)]
 pub struct Memory(Arc<Mutex<Vec<u8>>>);
 
 impl Memory {
-    /// Takes what was written so far.
+    /// Takes the bytes written so far.
     pub fn take(&self) -> Vec<u8> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }

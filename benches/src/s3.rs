@@ -17,13 +17,13 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::TokioIo;
 use tokio::runtime::Runtime;
 
-/// Larger objects are data, of which only the size is kept.
+/// Objects larger than this are data, of which only the size is kept.
 const KEPT: usize = 1 << 20;
 
-/// Size and, of small ones, content.
+/// The size of each object and, if it is small, its content.
 type Objects = BTreeMap<String, (usize, Option<Bytes>)>;
 
-/// A running server. Dropped, it stops.
+/// A running server, which stops when it is dropped.
 #[derive(Debug)]
 pub struct Server {
     objects: Arc<Mutex<Objects>>,
@@ -32,10 +32,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts one, on a free port of the loopback interface.
+    /// Starts a server on a free port of the loopback interface.
     ///
     /// # Errors
-    /// If its threads or its port are refused.
+    /// If the system refuses it threads or a port.
     pub fn start() -> std::io::Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
@@ -100,7 +100,7 @@ async fn answer(
             all.remove(key);
             status(StatusCode::NO_CONTENT)
         }
-        // Only probes delete, and their objects harm nobody.
+        // A bulk delete, which is ignored: only probes delete, and the objects they leave do no harm.
         Method::POST => with(&[], "<DeleteResult></DeleteResult>".into()),
         _ if query.contains("list-type=2") => with(&[], list(&all, query).into()),
         _ => object(&all, key, head.headers.get("range").and_then(|r| r.to_str().ok())),
@@ -128,7 +128,7 @@ fn list(all: &Objects, query: &str) -> String {
     let (prefix, after) = (of("prefix"), of("start-after"));
     let mut xml = "<ListBucketResult><IsTruncated>false</IsTruncated>".to_owned();
     for (key, (len, _)) in all.iter().filter(|(k, _)| k.starts_with(&prefix) && **k > after) {
-        // Writing to a text does not fail.
+        // Writing into a string cannot fail.
         let _ = write!(
             xml,
             "<Contents><Key>{key}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>\
@@ -138,7 +138,7 @@ fn list(all: &Objects, query: &str) -> String {
     xml + "</ListBucketResult>"
 }
 
-/// A value of a query. Keys of stores hold nothing else that is escaped.
+/// Unescapes a value of a query. Keys of stores contain no other characters that are escaped.
 fn plain(value: &str) -> String {
     value.replace("%2F", "/").replace("%2D", "-")
 }

@@ -38,8 +38,8 @@ impl State {
         Ok(Self(tensors))
     }
 
-    /// What the tensors are to AdamW, told from their names: `model.N`, `master.N`, `optimizer.exp_avg.N` and
-    /// `optimizer.exp_avg_sq.N` belong together.
+    /// The roles of the tensors, derived from their names: `model.N`, `master.N`, `optimizer.exp_avg.N` and
+    /// `optimizer.exp_avg_sq.N` belong to the same parameter of AdamW.
     pub fn roles(&self) -> Roles {
         let kinds = [
             ("model.", RoleKind::Weight),
@@ -63,8 +63,8 @@ impl State {
         Roles { tensors, groups: vec![group.map(|(k, v)| (k.to_owned(), v)).into()] }
     }
 
-    /// The state of a run in mixed precision with the same values: its fp32 weights become the optimizer's, and the
-    /// model gets copies of them, rounded to bf16.
+    /// The state of a run in mixed precision with the same values: the fp32 weights become the optimizer's master
+    /// weights, and the model gets copies of them, rounded to bf16.
     #[must_use]
     pub fn in_mixed_precision(&self) -> Self {
         let mut out = vec![];
@@ -93,7 +93,7 @@ impl State {
             .collect()
     }
 
-    /// Whether `values`, in the order of `names`, are its values.
+    /// Whether `names` and `values`, in this order, are those of this state.
     pub fn equals<'a>(&self, names: impl Iterator<Item = &'a str>, values: &[Vec<u8>]) -> bool {
         let all = names.zip(values).zip(&self.0);
         values.len() == self.0.len()

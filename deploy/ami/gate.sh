@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The last step of an image's build, and a check of any CUDA machine: nothing is published unless every dtype comes
-# back bit by bit on this GPU, also within the service's sandbox, and the test notices a damaged byte.
+# The gate of an image's build, and a check for any CUDA machine: no image is published unless every dtype comes back
+# bit for bit on this GPU, also within the service's sandbox, and the test notices a damaged byte.
 #
 #   gate.sh [PROGRAM]
 #
@@ -23,7 +23,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader >"
 [[ -s $work/gpu ]] || fail "nvidia-smi sees no GPU"
 say "GPU: $(head -n 1 "$work/gpu")"
 
-# 2. Every dtype, every pattern, on the processor and the GPU, crosswise.
+# 2. Every dtype and every pattern on the CPU and the GPU, each also decoding what the other encoded.
 "$program" selftest --require-gpu --quiet >"$work/selftest" || fail "the self-test failed"
 say "self-test passed"
 
@@ -50,7 +50,7 @@ set -e
 [[ $code -eq 1 ]] || fail "a damaged byte was not noticed (exit code $code, 1 expected)"
 say "a damaged byte was noticed"
 
-# 5. What was found, for whoever starts the image.
+# 5. A record of the results, for whoever starts the image.
 mkdir -p "$(dirname "$attestation")"
 vectors=$(sha256sum <"$work/selftest" | cut -d ' ' -f 1)
 version=$("$program" --version)

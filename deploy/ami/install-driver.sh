@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs Ubuntu's own kernel modules of a driver's branch, signed and made for the kernel, and keeps both as they
-# are. L4 and L40S are Ada: the open modules know them.
+# Installs Ubuntu's own kernel modules of a driver branch, which are signed and built for the kernel, and holds both
+# at their versions. L4 and L40S are Ada GPUs, which the open modules support.
 set -euo pipefail
 : "${DRIVER:?the branch of the driver}"
 export DEBIAN_FRONTEND=noninteractive

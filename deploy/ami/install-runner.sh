@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the runner, the wheel for trainers, nvCOMP from NVIDIA's own package, and cfn-signal. What comes from the
-# network has a hash.
+# Installs the runner, the wheel for trainers, nvCOMP from NVIDIA's own package, and cfn-signal. Every download is
+# checked against a hash.
 set -euo pipefail
 : "${CFN_BOOTSTRAP:?the version of aws-cfn-bootstrap-py3}"
 : "${CFN_BOOTSTRAP_SHA256:?the SHA-256 of its archive}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Removes what is of this machine alone: keys, logs, histories, the package cache, the id.
+# Removes what belongs to the build machine only: keys, logs, histories, the package cache, the machine id.
 set -euo pipefail
 
 rm -rf /tmp/s4weights.deb /tmp/*.whl /tmp/requirements*.txt /tmp/aws-cfn-bootstrap-*.tar.gz

@@ -1,4 +1,4 @@
-"""Reads a CloudFormation template: the short forms become what they stand for."""
+"""Reads a CloudFormation template and expands its short forms, such as `!Ref`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Loader.add_multi_constructor("!", _short)
 
 
 def load(text: str) -> dict[str, Any]:
-    """The template of a text."""
+    """Parses a template."""
     found = yaml.load(text, _Loader)
     assert isinstance(found, dict)
     return found

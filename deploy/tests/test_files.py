@@ -1,4 +1,4 @@
-"""The unit, the image's build, its gate, the batch script and the pods: what each must say and do."""
+"""What the unit, the image's build and gate, the package, the batch script and the pods must do."""
 
 from __future__ import annotations
 
@@ -87,16 +87,16 @@ def test_the_service_fits_into_the_notice_of_a_spot_instance() -> None:
 def test_only_a_refusal_and_a_bad_configuration_are_final() -> None:
     assert setting("Restart") == ["on-failure"]
     assert setting("RestartPreventExitStatus") == ["77 78"]
-    # Without a limit, and so not too fast.
+    # Restarts are not limited, so they must not be too fast.
     assert setting("StartLimitIntervalSec") == ["0"] and not setting("StartLimitBurst")
     assert seconds(setting("RestartSec")[0]) >= 10
-    # Known from systemd 254 on only, and Ubuntu 22.04 has 249.
+    # Supported only from systemd 254 on, and Ubuntu 22.04 has 249.
     assert not setting("RestartSteps") and not setting("RestartMaxDelaySec")
 
 
 def test_the_gpu_and_other_users_are_visible_in_the_sandbox() -> None:
     assert setting("DevicePolicy") == ["closed"] and setting("DeviceAllow") == ["char-nvidia* rw"]
-    # With user namespaces of its own the kernel would call every trainer `nobody`.
+    # In its own user namespace, the service would see every trainer as `nobody`.
     for forbidden in ("PrivateDevices", "PrivateUsers", "ProcSubset", "MemoryDenyWriteExecute"):
         assert not setting(forbidden), forbidden
     assert setting("User") == ["s4weights"] and not setting("DynamicUser")
@@ -117,7 +117,8 @@ def test_the_staging_drive_is_mounted_and_has_its_folders_before_the_service_sta
     text = NVME.read_text()
     (drive,) = setting("RequiresMountsFor", text)
     mounted, made = setting("ExecStartPre", text)
-    # Outside the sandbox and never ignored; tmpfiles follows no link that the service's user made.
+    # Both run outside the sandbox (`+`), and their failures are not ignored (no `-`); tmpfiles
+    # follows no link that the service's user made.
     assert mounted == f"+/usr/bin/mountpoint -q {drive}"
     assert made == "+/usr/bin/systemd-tmpfiles --create /etc/s4weights/nvme.tmpfiles"
     lines = (NVME.parent / "nvme.tmpfiles").read_text()
@@ -171,7 +172,7 @@ def test_the_gate_sees_what_is_snapshotted() -> None:
 
 
 def plain(value: Any) -> Any:
-    """Without the quotes that some versions of hcl2 leave around texts and names."""
+    """The value without the quotes that some versions of hcl2 leave around texts and names."""
     if isinstance(value, dict):
         return {str(k).strip('"'): plain(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -233,7 +234,7 @@ def test_shellcheck_finds_nothing(path: Path) -> None:
 
 
 def run_gate(tmp_path: Path, **how: Any) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Runs the gate with stand-ins for the program and for the machine's own."""
+    """Runs the gate with stand-ins for `s4w` and for the programs of the machine."""
     bin = tmp_path / "bin"
     bin.mkdir()
     codes = {"selftest": 0, "sandboxed": 0, "fault": 1, "gpu": "NVIDIA L4, 580.1, 23034 MiB", **how}
@@ -334,7 +335,7 @@ def test_an_upgrade_restarts_what_runs_and_needs_no_configuration(
         (etc / "runner.toml").touch()
     stubs = dict.fromkeys(("systemd-sysusers", "systemd-tmpfiles", "chown", "systemctl"), 0)
     if policy:
-        # As if an administrator forbade it.
+        # As if an administrator's policy forbade the restart.
         stubs["deb-systemd-invoke"] = 1
     for name, code in stubs.items():
         (bin / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\nexit {code}\n')
@@ -464,7 +465,7 @@ def test_a_batch_job_keeps_the_file_of_what_has_failed(tmp_path: Path, place: st
 def test_a_batch_job_that_is_ended_does_not_end_a_drain(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.started()
-    # As Slurm does, every process.
+    # Like Slurm, which signals every process.
     for name in ("s4w", "train"):
         os.kill(int((tmp_path / f"log.{name}").read_text()), signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)
@@ -522,7 +523,7 @@ def test_the_sidecar_is_confined() -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     assert "nvidia.com/gpu" not in str(runner["resources"])
-    # While the store is away, /readyz says no, and checkpoints are accepted.
+    # While the store cannot be reached, /readyz fails, but checkpoints are still accepted.
     assert runner["startupProbe"]["httpGet"]["path"] == "/livez"
     assert runner["livenessProbe"]["httpGet"]["path"] == "/livez"
 
@@ -552,7 +553,7 @@ def test_the_chart_is_confined() -> None:
 
 
 def test_the_chart_starts_without_its_store_and_from_images_with_digests() -> None:
-    """What can be seen without helm."""
+    """What can be checked without helm."""
     chart = DEPLOY / "helm" / "s4w-runner"
     text = (chart / "templates" / "daemonset.yaml").read_text()
     probes = dict(re.findall(r"(startup|readiness|liveness)Probe:\s+httpGet: { path: (\S+),", text))

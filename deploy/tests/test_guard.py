@@ -1,4 +1,4 @@
-"""The rules for cfn-guard, where it is installed: the template passes, and changed ones fail by the right rule."""
+"""The rules for cfn-guard, if installed: the template passes, changed ones fail the right rule."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from test_template import PROPERTIES, Template, launch, props, statements
 RULES = DEPLOY / "guard" / "rules.guard"
 pytestmark = pytest.mark.skipif(not shutil.which("cfn-guard"), reason="needs cfn-guard")
 
-# Properties that a rule of another name holds; most have a rule of their own name.
+# Properties that a rule with another name checks; most have a rule of the same name.
 RULE_OF = {
     "role_may_do_just_what_the_runner_needs": "role_has_no_wildcards",
     "objects_are_those_of_the_prefix": "role_has_no_wildcards",
 }
-# Changes that the rules leave to the property: actions without a wildcard, and what the outputs say.
+# Changes that only the properties' tests notice: actions without a wildcard, and missing outputs.
 UNSEEN = {
     "role_may_do_just_what_the_runner_needs-2",
     "shells_come_through_ssm-0",
@@ -67,7 +67,7 @@ def failed(template: Path) -> set[str]:
 
 
 def cases() -> list[Any]:
-    """The changes of the template's own tests, and the rules that must notice them."""
+    """The changes that the template's own tests make, with the rules that must notice them."""
     found, count = [], dict[str, int]()
     for check, mutate in PROPERTIES:
         name = check.__name__

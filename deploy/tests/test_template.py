@@ -41,7 +41,7 @@ def of_type(template: Template, kind: str) -> list[dict[str, Any]]:
     return [r for r in template["Resources"].values() if r["Type"] == kind]
 
 
-# A value of each parameter that holds any text.
+# A valid value for each parameter that takes free text.
 GOOD = {
     "HealthCidr": "10.0.0.0/16",
     "ExistingBucketName": "my-bucket.of-2026",
@@ -54,7 +54,7 @@ GOOD = {
 
 
 def statements(template: Template) -> list[dict[str, Any]]:
-    """What the role may do."""
+    """The policy statements of the role: what it may do."""
     policies = of_type(template, "AWS::IAM::Policy")
     return [s for p in policies for s in p["Properties"]["PolicyDocument"]["Statement"]]
 
@@ -173,13 +173,13 @@ def objects_are_those_of_the_prefix(t: Template) -> None:
 @breaks(lambda t: statements(t)[0]["Action"].append("s3:GetBucketLocation"))
 def listings_are_those_of_the_prefix(t: Template) -> None:
     (found,) = [s for s in statements(t) if "s3:ListBucket" in actions(s)]
-    # Other actions have no `s3:prefix`.
+    # Requests for other actions have no `s3:prefix`.
     assert actions(found) == ["s3:ListBucket"]
     assert found["Condition"] == {"StringLike": {"s3:prefix": {"Fn::Sub": "${Prefix}/*"}}}
 
 
 def texts(t: Template) -> dict[str, dict[str, Any]]:
-    """The parameters that hold any text."""
+    """The parameters that take free text."""
     found = t["Parameters"].items()
     return {n: p for n, p in found if p["Type"] == "String" and "AllowedValues" not in p}
 
@@ -192,7 +192,7 @@ def texts(t: Template) -> dict[str, dict[str, Any]]:
 def every_text_has_a_pattern(t: Template) -> None:
     for name, parameter in texts(t).items():
         pattern = re.compile(parameter["AllowedPattern"])
-        # As CloudFormation does: the whole value.
+        # CloudFormation matches the whole value, too.
         good = GOOD[name]
         assert pattern.fullmatch(good), name
         assert ("Default" not in parameter) or pattern.fullmatch(parameter["Default"]), name
@@ -361,7 +361,7 @@ VALUES = {
 
 
 def resolved(part: Any, conditions: set[str]) -> str:
-    """A text of the template with the values of its parameters."""
+    """A text of the template, with its parameters replaced by their values."""
     if isinstance(part, str):
         return part
     if "Fn::If" in part:
@@ -380,7 +380,7 @@ def resolved(part: Any, conditions: set[str]) -> str:
 
 
 def certificate(tmp_path: Path, *key: str) -> str:
-    """A certificate of a new key as the parameter takes it."""
+    """A certificate of a new key, in the form that the parameter takes."""
     new = ["openssl", "req", "-x509", "-nodes", "-subj", "/CN=test", "-days", "2", *key]
     new += ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
     subprocess.run(new, check=True, capture_output=True)
@@ -391,7 +391,7 @@ def certificate(tmp_path: Path, *key: str) -> str:
 def run_user_data(
     tmp_path: Path, conditions: set[str], ready: bool, starts: bool, certificate: str = ""
 ) -> Any:
-    """Runs the script with stand-ins for the programs of the machine."""
+    """Runs the script of the first boot with stand-ins for the programs of the machine."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "etc").mkdir()
     log = tmp_path / "log"

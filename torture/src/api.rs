@@ -1,5 +1,5 @@
-//! Everything that the attacks ask of the store, through its public interface: where that changes,
-//! this is the only file to follow it.
+//! Everything that the attacks ask of the store, through its public interface: if that changes,
+//! only this file must follow.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl Target {
         pairs.into_iter().map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
     }
 
-    /// Deletes every object of it that `which` names by its key, behind the store's back.
+    /// Deletes every object of the store whose key `which` accepts, behind the store's back.
     pub(crate) fn delete_objects(&self, which: impl Fn(&str) -> bool) -> Outcome<usize> {
         let place = Place::open_url(&self.url, &self.options())?;
         let (store, prefix) = place.as_objects().ok_or("a folder has no objects")?;
@@ -157,14 +157,14 @@ impl Store {
         self.0.retire(ids, "torture")
     }
 
-    /// Retires all but the newest so many, and what these need.
+    /// Retires all but the newest `keep` checkpoints and their ancestors.
     pub(crate) fn retain(&self, keep: u64) -> Result<usize, Error> {
         let keep_last = usize::try_from(keep).ok();
         let policy = Retention { keep_last, ..Retention::default() };
         self.0.apply_retention(&policy).map(|ids| ids.len())
     }
 
-    /// Makes a full checkpoint of a difference.
+    /// Turns a delta into a base.
     pub(crate) fn rebase(&self, id: CheckpointId) -> Result<(), Error> {
         self.0.rebase(id, None).map(drop)
     }
@@ -198,7 +198,7 @@ pub(crate) fn is_refusal(error: &Error) -> bool {
     matches!(error, Error::Store { source, .. } if matches!(**source, StoreError::Refused(_)))
 }
 
-/// How values differ from those of a step; nothing if they do not.
+/// How values differ from those of a step; `None` if they do not.
 pub(crate) fn difference(seed: u64, step: u64, found: &[(String, Vec<u8>)]) -> Option<String> {
     let wanted = values::at(seed, step);
     if wanted.len() != found.len() {

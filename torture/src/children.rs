@@ -15,7 +15,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts this very program in a role. What it prints is kept beside the journals.
+    /// Starts this program again, in a role. Its output is kept beside the journals.
     pub(crate) fn start(role: &str, args: &Args) -> Outcome<Self> {
         let said = args.folder.join("said.txt");
         let said: File = OpenOptions::new().create(true).append(true).open(said)?;
@@ -32,7 +32,7 @@ impl Process {
         self.child.try_wait().ok().flatten().is_some()
     }
 
-    /// Waits until it ends, `most` at most. Returns whether it did.
+    /// Waits until it ends, for at most `most`. Returns whether it did.
     pub(crate) fn wait(&mut self, most: Duration) -> bool {
         let end = Instant::now() + most;
         while !self.has_ended() {

@@ -17,13 +17,13 @@ pub(crate) enum Event {
     Saved(String, u64),
     /// These are about to be retired.
     Retiring(Vec<String>),
-    /// They were.
+    /// They were retired.
     Retired,
     /// From here on retention may retire what has this many newer checkpoints.
     Retention(u64),
     /// This one is about to be rebased.
     Rebasing(String),
-    /// It was.
+    /// It was rebased.
     Rebased,
     /// A checkpoint was loaded and had the right values.
     Loaded(String),

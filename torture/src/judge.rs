@@ -81,7 +81,7 @@ pub(crate) fn judge(target: &Target, seed: u64, evidence: &Evidence) -> Verdict 
 struct Past<'a> {
     /// Checkpoints with the number of the entry that lists them.
     published: BTreeMap<CheckpointId, (u64, &'a Publish)>,
-    /// What took a checkpoint's place.
+    /// The checkpoint that took another's place.
     replaced: BTreeMap<CheckpointId, CheckpointId>,
     /// Entries that retire a checkpoint, with their reasons.
     retired: BTreeMap<CheckpointId, (u64, &'a str)>,
@@ -107,7 +107,7 @@ impl<'a> Past<'a> {
         past
     }
 
-    /// The entry that gives a checkpoint its place in time: of a replacement, the original's.
+    /// The entry that gives a checkpoint its place in time; for a replacement, the original's.
     fn order(&self, id: CheckpointId) -> Option<u64> {
         let (mut n, mut publish) = self.published.get(&id).copied()?;
         while let Some(old) = publish.replaces {

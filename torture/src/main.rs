@@ -104,12 +104,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// Violations of one report that are printed.
+/// The most violations of one report that are printed.
 const PRINTED: usize = 20;
 
 type Attack = fn(&Plan) -> Outcome<Vec<attacks::Report>>;
 
-/// Runs attacks one after the other. Gives the number of violations, all of which were printed.
+/// Runs attacks one after the other. Returns the number of violations.
 fn attack(options: &Options, attacks: &[(&str, usize, Attack)]) -> Outcome<usize> {
     let seed = options.seed.unwrap_or_else(fresh_seed);
     let mut violations = 0;

@@ -14,7 +14,7 @@ use crate::api::{self, Store, Target};
 use crate::journal::{Event, Evidence, Journal};
 use crate::values;
 
-/// The shortest silence after which a sweep gives an attempt up, and keeps retired data: an attack
+/// How long a sweep waits before it gives up a silent attempt or deletes retired data. An attack
 /// that pauses a writer pauses it for longer.
 pub(crate) const GRACE: Duration = Duration::from_secs(2);
 
@@ -72,7 +72,7 @@ impl<'a> Role<'a> {
         })
     }
 
-    /// Whether to continue: not after the stop file, the time limit, or the parent's end.
+    /// Whether to continue: not after the stop file appeared, time is up, or the parent ended.
     fn goes_on(&self) -> bool {
         let stop = self.args.folder.join("stop");
         Instant::now() < self.end && !stop.exists() && parent() == self.parent
@@ -82,7 +82,7 @@ impl<'a> Role<'a> {
         Ok(self.journal.note(event)?)
     }
 
-    /// Notes how a call ended. Failing breaks no promise.
+    /// Records how a call ended. A failure breaks no promise.
     fn tell<T>(&self, what: &str, outcome: Result<T, Error>, then: Event) -> Outcome<Option<T>> {
         match outcome {
             Ok(value) => self.note(&then).map(|()| Some(value)),
@@ -90,7 +90,7 @@ impl<'a> Role<'a> {
         }
     }
 
-    /// Opens or creates the store, as often as it takes.
+    /// Opens or creates the store, retrying until that succeeds or the process must end.
     fn open(&self) -> Outcome<Option<Store>> {
         while self.goes_on() {
             match Store::open_or_create(&self.args.target) {
@@ -152,7 +152,7 @@ pub(crate) fn writer(args: &Args) -> Outcome<()> {
     let mut step = args.number * 100_000;
     while role.goes_on() {
         let Some(store) = role.open()? else { return Ok(()) };
-        // A fresh handle now and then.
+        // Open a fresh handle now and then.
         for _ in 0..30 {
             if !role.goes_on() {
                 return Ok(());
@@ -222,7 +222,7 @@ fn rebase_one(role: &mut Role<'_>, store: &Store, list: &[Checkpoint]) -> Outcom
     role.tell("rebase", store.rebase(id), Event::Rebased).map(drop)
 }
 
-/// One of the older ones that no other needs.
+/// Retires one of the older checkpoints that no other needs.
 fn retire_one(role: &mut Role<'_>, store: &Store, list: &[Checkpoint]) -> Outcome<()> {
     let needed = |c: &Checkpoint| list.iter().any(|other| other.base == Some(c.id()));
     let old = list.len().saturating_sub(8);
@@ -259,7 +259,7 @@ pub(crate) fn trainer(args: &Args) -> Outcome<()> {
         let mut saving: Option<std::thread::ScopedJoinHandle<'_, Outcome<()>>> = None;
         while role.goes_on() {
             step += 1;
-            // The state is computed while the one before is saved.
+            // Compute the state while the previous one is saved.
             drop(values::at(args.seed, step));
             if let Some(saving) = saving.take() {
                 saving.join().map_err(|_| "the thread that saves panicked")??;
@@ -272,7 +272,7 @@ pub(crate) fn trainer(args: &Args) -> Outcome<()> {
 }
 
 /// Loads the newest checkpoint and compares it. Its step must be the last that was acknowledged, or
-/// a later one. Gives the step to go on from; nothing if the store cannot be read.
+/// a later one. Returns the step to go on from; `None` if the store cannot be read.
 fn resume(role: &Role<'_>, store: &Store) -> Outcome<Option<u64>> {
     let acknowledged = Evidence::read(&role.args.folder)?.saved().map(|(_, step)| step).max();
     let latest = match store.latest() {

@@ -19,8 +19,8 @@ pub(crate) struct Tensor {
     pub(crate) data: Vec<u8>,
 }
 
-/// All tensors of a step. Steps of one seed differ in the low bits of every value, so that saving
-/// them as differences pays whichever step is the parent.
+/// All tensors of a step. Steps of one seed differ in the low bits of every value, so that a delta
+/// pays whichever step is the parent.
 pub(crate) fn at(seed: u64, step: u64) -> Vec<Tensor> {
     let tensor = |name, dtype, shape, data| Tensor { name, dtype, shape, data };
     vec![

@@ -80,8 +80,8 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
 /// Succeeds where PyTorch sees a CUDA device.
 const CUDA_PROBE: &str = "import sys, torch; sys.exit(not torch.cuda.is_available())";
 
-/// The CUDA engine, and nvCOMP where its library is found: one program, one run. Then whole paths
-/// from Python, where its PyTorch sees the device.
+/// The CUDA engine, and nvCOMP if its library is found: one program, one run. Then whole paths from
+/// Python, if its PyTorch sees the device.
 fn gpu(root: &Path, data: &Path) -> Result<String> {
     let mut bench = proc::cargo(root);
     bench.args(["run", "--release", "--locked", "-p", "s4-benches", "--bin", "gpu", "--"]);
@@ -105,8 +105,8 @@ fn ratio(root: &Path, args: &Args, data: &Path) -> Result<String> {
     Ok(format!("{table}\nkept in {RESULTS}/ratio.md"))
 }
 
-/// Saves and loads of GPU tensors against those of torch and others; says why if they are not
-/// measured.
+/// Saves and loads of GPU tensors, compared with those of torch and others; returns why they were
+/// not measured, if so.
 fn gpu_paths(root: &Path) -> Result<Option<String>> {
     let venv = match Venv::main(root) {
         Ok(venv) => venv,
@@ -145,7 +145,7 @@ fn peers(root: &Path, args: &Args, data: &Path) -> Result<()> {
     main.install_wheel()?;
     let (venv, missing) = Venv::peers(root, &main)?;
     let mut bench = proc::command(root, venv.python());
-    // ZipNN still uses a part of torch that warns of its end.
+    // ZipNN still uses a deprecated part of torch.
     bench.args(["-W", "ignore::FutureWarning", "benches/peers.py"]);
     bench.arg("--data").arg(data).args(["--out", RESULTS]);
     bench.args(["--threads", &args.threads.to_string()]);
@@ -156,7 +156,8 @@ fn peers(root: &Path, args: &Args, data: &Path) -> Result<()> {
     proc::run(&mut bench)
 }
 
-/// What users call, beside torch, safetensors and ZipNN: with one thread, two and all.
+/// The calls that users make, compared with torch, safetensors and ZipNN: with one thread, two and
+/// all.
 fn calls(root: &Path, args: &Args, data: &Path) -> Result<()> {
     let main = Venv::main(root)?;
     main.install_wheel()?;

@@ -6,7 +6,7 @@ use std::time::Instant;
 use crate::error::Result;
 use crate::{deploy, features, lint, power, test, tidy};
 
-/// Runs every check in the order of what it costs, and says what each took.
+/// Runs every check, the cheapest first, and says how long each took.
 ///
 /// # Errors
 /// The first failure.

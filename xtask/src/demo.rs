@@ -15,12 +15,12 @@ use crate::test;
 pub(crate) fn run(root: &Path) -> Result<String> {
     let venv = Venv::main(root)?;
     venv.install_wheel()?;
-    // A row of the demo's table; the demo says so where it is missing.
+    // ZipNN is a row of the demo's table; without it, the demo says so.
     venv.install_peers("zipnn")?;
-    // Stopped when this function ends.
+    // The servers stop when this function ends.
     let servers = Servers::start(root, &[Kind::S3])?;
     let mut demo = proc::command(root, venv.python());
-    // ZipNN still uses a part of torch that warns of its end.
+    // ZipNN still uses a deprecated part of torch.
     demo.args(["-W", "ignore::FutureWarning", "examples/demo.py", "--folder", ".demo"]);
     demo.args(["--s3", &servers.s3_url(), "--bucket", BUCKET]);
     demo.arg("--program").arg(test::program(root)?);

@@ -1,4 +1,4 @@
-//! The one error of the verbs: a sentence for the person who ran one.
+//! The error type of all verbs: a sentence for the person who ran one.
 
 use std::fmt;
 use std::path::Path;

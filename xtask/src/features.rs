@@ -1,12 +1,13 @@
-//! The combinations of features that must build. A build of the whole workspace has the features that any
-//! crate asks for; here each crate is built by itself.
+//! The combinations of features that must build. A build of the whole workspace enables every
+//! feature that any crate asks for; here each crate is built separately.
 
 use std::path::Path;
 
 use crate::error::Result;
 use crate::proc;
 
-/// Each crate that has features, with every combination of them. (`tidy` finds a feature that is in none.)
+/// Each crate that has features, with every combination of them. (`tidy` reports a feature that is
+/// in no combination.)
 const COMBINATIONS: [(&str, &[&str]); 7] = [
     ("s4-engine", &[]),
     ("s4-engine", &["cuda"]),

@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: libFuzzer on the targets of `fuzz/`, with a stable compiler.
 //!
-//! The runtime comes with the crate `libfuzzer-sys`; the compiler counts branches by flags that every
-//! release of it takes. Nothing is installed.
+//! The runtime comes with the crate `libfuzzer-sys`; every release of the compiler has the flags
+//! that make it count branches. Nothing is installed.
 
 mod report;
 
@@ -16,27 +16,27 @@ use report::Outcome;
 
 const FOLDER: &str = "fuzz";
 
-/// What makes the compiler count branches, for libFuzzer to see. (That it also sees what is compared would
-/// take two thirds of the time, and help little: inputs are lists of choices, or start from seeds.)
+/// Makes the compiler count branches, for libFuzzer to see. (Showing it comparisons, too, would
+/// take two thirds of the time and help little: inputs are lists of choices, or start from seeds.)
 const COVERAGE: &str = "-Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
     -Cllvm-args=-sanitizer-coverage-pc-table";
 
-/// Memory and time that one input may take.
+/// The most memory, in MB, and time, in seconds, that one input may take.
 const RSS_MB: u32 = 2048;
 const SECONDS: u32 = 20;
 
 /// The targets that read whole files or stores, and the emulated kernels.
 const WHOLE: [&str; 6] = ["chain", "gpu", "reader", "safetensors", "store_log", "store_views"];
 
-/// Longest inputs of the targets whose inputs are lists of choices: more would only be slow. All others
-/// take [`MAX_LEN`].
+/// Longest inputs of the targets whose inputs are lists of choices: longer ones would only be slow.
+/// All other targets take [`MAX_LEN`].
 const SHORT: [(&str, u32); 5] =
     [("chain", 200), ("reader", 200), ("store_log", 600), ("gpu", 3000), ("planes", 1000)];
 const MAX_LEN: u32 = 8192;
 
-/// The target whose code is C++, and what gives it AddressSanitizer.
+/// The target whose code is C++, and the flags that give it AddressSanitizer.
 const KERNELS: &str = "gpu";
 const KERNELS_ASAN: &str = "-fsanitize=address,undefined -fno-sanitize-recover=undefined";
 /// Stacks are switched by hand, which the sanitizer need not follow.
@@ -80,7 +80,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         return Err(Error::new(format!("no target is called {unknown}; there are {all}")));
     }
     let wanted = if args.targets.is_empty() { &known } else { &args.targets };
-    // The sanitizer of the kernels is that of their own compiler: their target is built without.
+    // The kernels get their sanitizer from their own compiler, so their target is built without.
     let with_asan = |target: &String| args.asan && target != KERNELS;
     for asan in [true, false] {
         if wanted.iter().any(|t| with_asan(t) == asan) {
@@ -164,7 +164,7 @@ fn build(root: &Path, asan: bool) -> Result<()> {
     let target = target_folder(root, asan);
     let mut build = proc::cargo(root);
     build.args(["build", "--release", "--locked", "--manifest-path", "fuzz/Cargo.toml"]);
-    // With a target named, the flags are not those of build scripts and macros.
+    // If a target is named, the flags do not apply to build scripts and macros.
     build.args(["--target", &host]).arg("--target-dir").arg(&target);
     build.env(
         "RUSTFLAGS",
@@ -177,7 +177,7 @@ fn build(root: &Path, asan: bool) -> Result<()> {
     proc::run(&mut build)
 }
 
-/// The machine that the compiler runs on, as compilers name machines.
+/// The machine that the compiler runs on, as compilers name it.
 fn host(root: &Path) -> Result<String> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let said = proc::output(proc::command(root, rustc).arg("-vV"))?;
@@ -214,11 +214,11 @@ fn fuzz(root: &Path, programs: &Path, target: &str, args: &Args) -> Result<Outco
     }
     fuzzer.arg(format!("-max_len={max_len}")).arg(format!("-rss_limit_mb={RSS_MB}"));
     fuzzer.arg(format!("-timeout={SECONDS}")).arg("-print_final_stats=1");
-    // What a target prints; of the one that is a command line, errors, too.
+    // Closes what a target prints; for the target that is a command line, also its errors.
     fuzzer.arg(format!("-close_fd_mask={}", if target == "safetensors" { 3 } else { 1 }));
     fuzzer.arg(format!("-artifact_prefix={}/", artifacts.display()));
     fuzzer.arg(corpus);
-    // What is kept is run first.
+    // Kept inputs run first.
     for kept in ["seeds", "regressions"] {
         let folder = root.join(FOLDER).join(kept).join(target);
         if folder.is_dir() {

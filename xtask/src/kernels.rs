@@ -1,8 +1,10 @@
-//! `cargo xtask kernels`: what the GPU engine loads, made from the kernels' sources: PTX, which every driver
-//! translates for its device, and machine code for the devices of today, for which nothing has to be translated.
+//! `cargo xtask kernels`: makes what the GPU engine loads from the kernels' sources: PTX, which
+//! every driver translates for its device, and machine code for today's devices, which needs no
+//! translation.
 //!
-//! PTX comes from an old compiler on purpose: what it makes is read by every driver from 525 on. Machine code is read by
-//! every driver of the same major version of CUDA, and a newer assembler makes faster one.
+//! PTX comes from an old compiler on purpose: every driver from 525 on reads what it makes. Machine
+//! code is read by every driver of the same major version of CUDA, and a newer assembler makes
+//! faster code.
 
 use std::fs;
 use std::path::Path;
@@ -11,18 +13,20 @@ use crate::error::{Error, Result};
 use crate::proc;
 use crate::python::Venv;
 
-/// What compiles and assembles, and where the environment that holds it lies below the target folder.
+/// The packages of the compiler and the assembler, and the folder of their environment below the
+/// target folder.
 const COMPILERS: [&str; 2] = ["nvidia-cuda-nvrtc-cu12==12.0.140", "nvidia-cuda-nvcc-cu12==12.9.86"];
 const FOLDER: &str = "kernels-compilers";
 
-/// Says where the assembler is.
+/// Prints where the assembler is.
 const ASSEMBLER: &str = "import importlib.util as u; \
     print(next(iter(u.find_spec('nvidia.cuda_nvcc').submodule_search_locations)) + '/bin/ptxas')";
 
 const SOURCES: &str = "crates/s4-codec-gpu/kernels";
 const PTX: &str = "s4.ptx";
 
-/// What machine code is made for: it runs on devices of that generation that are no older.
+/// The architectures that machine code is made for: it runs on devices of the same generation that
+/// are no older.
 const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_89", "sm_90"];
 
 /// What to do with the files.
@@ -33,7 +37,7 @@ pub(crate) struct Args {
     check: bool,
 }
 
-/// Checks the files, where there is a compiler for them.
+/// Checks the files, if there is a compiler for this system.
 ///
 /// # Errors
 /// As [`run`].

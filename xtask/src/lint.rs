@@ -1,4 +1,4 @@
-//! What reads the sources and builds nothing that runs: clippy, rustdoc, cargo-deny, ruff.
+//! Checks that read the sources and build nothing that runs: clippy, rustdoc, cargo-deny, ruff.
 
 use std::path::Path;
 
@@ -35,7 +35,8 @@ pub(crate) fn rust(root: &Path) -> Result<()> {
     proc::run(doc.env("RUSTDOCFLAGS", "-D warnings"))
 }
 
-/// Licences, bans and sources of the dependencies, where `cargo-deny` is installed; says so.
+/// Checks licences, bans and sources of the dependencies if `cargo-deny` is installed; says whether
+/// it did.
 ///
 /// # Errors
 /// If it finds something.
@@ -44,7 +45,8 @@ pub(crate) fn dependencies(root: &Path) -> Result<&'static str> {
         println!("\ncargo-deny is not installed here: `cargo install cargo-deny --locked`");
         return Ok("cargo-deny is not installed: licences unchecked");
     }
-    // The advisories come from a database on the network: not part of a check that must repeat.
+    // Advisories come from a database on the network, so they are no part of a check that must be
+    // repeatable.
     proc::run(proc::cargo(root).args(["deny", "check", "bans", "licenses", "sources"]))?;
     Ok("cargo-deny clean")
 }

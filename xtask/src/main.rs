@@ -1,8 +1,9 @@
 //! The project's own verbs: `cargo xtask <verb>`.
 //!
-//! A machine needs Rust and Python (3.10 or later, with `venv` and `pip`). What else a verb needs, and no
-//! more, it installs into folders of the project (`.venv`, `.venv-peers`, `.venv-servers`, `.venv-lint`,
-//! `target`). Every job of CI is one of these verbs, so what fails there fails here in the same way.
+//! A machine needs Rust and Python (3.10 or later, with `venv` and `pip`). Each verb installs
+//! whatever else it needs, and no more, into folders of the project (`.venv`, `.venv-peers`,
+//! `.venv-servers`, `.venv-lint`, `target`). Every job of CI is one of these verbs, so what fails
+//! there fails here in the same way.
 //!
 //! Deliberately absent: knowledge of how anything is compressed. The verbs start other programs
 //! and read what they print.

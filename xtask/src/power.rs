@@ -18,10 +18,10 @@ pub(crate) struct Args {
     every: u32,
 }
 
-/// Every Nth place that CI tries: a minute in all.
+/// CI tries one place in this many: a minute in all.
 const SMALL: u32 = 12;
 
-/// The small version, where the machine can; says what was done.
+/// The small version, if the machine can run it; says what was done.
 ///
 /// # Errors
 /// As [`run`].
@@ -39,7 +39,8 @@ pub(crate) fn small(root: &Path) -> Result<String> {
 /// # Errors
 /// If something that was promised was lost.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
-    // With the features that the tests of the whole workspace have, or all would be compiled again.
+    // Built with the features that the tests of the whole workspace have; otherwise everything
+    // would be compiled again.
     let mut build = test::command(root);
     proc::run(build.args(["--no-run", "--example", "store_life"]))?;
     let life = proc::target_folder(root)?.join("debug/examples/store_life");

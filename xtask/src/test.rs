@@ -50,7 +50,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         (false, true) => &[Kind::S3, Kind::Azure, Kind::Racing],
         (false, false) => &[Kind::S3],
     };
-    // What has to be installed is installed while the tests are compiled.
+    // Installs what is needed while the tests are compiled.
     let servers = std::thread::scope(|scope| {
         let installing = scope.spawn(|| install(root, wanted, python_side));
         let compiled = if rust_side { compile(root) } else { Ok(()) };
@@ -75,7 +75,7 @@ fn install(root: &Path, wanted: &[Kind], python_side: bool) -> Result<Servers> {
     Ok(servers)
 }
 
-/// What tests the Rust side.
+/// The command that tests the Rust side.
 pub(crate) fn command(root: &Path) -> Command {
     let mut tests = proc::cargo(root);
     tests.args(["test", "--locked", "--workspace", "--exclude", "s4-py", "--no-fail-fast"]);
@@ -101,13 +101,13 @@ fn rust(root: &Path, servers: &Servers) -> Result<String> {
         }
     });
     if let Err(error) = ran {
-        // Hundreds of suites lie between a failure and the end of the output, where people look.
+        // The output has hundreds of suites between a failure and its end, where people look.
         return Err(Error::new(format!("{error}\n{}", failures.said.join("\n"))));
     }
     Ok(format!("{passed} Rust tests in {suites} suites"))
 }
 
-/// What the harness says of tests that failed, from its output line by line.
+/// Collects, line by line, what the harness says about tests that failed.
 #[derive(Default)]
 struct Failures {
     said: Vec<String>,
@@ -115,7 +115,7 @@ struct Failures {
 }
 
 impl Failures {
-    /// Lines of them that are kept.
+    /// Most lines that are kept.
     const MOST: usize = 400;
 
     fn see(&mut self, line: &str) {
@@ -149,7 +149,7 @@ fn adapters(root: &Path) -> Result<String> {
     Ok(format!("adapters: {passed}; could not be installed here: {}", missing.join(", ")))
 }
 
-/// Runs the tests below a folder by a command of pytest, and gives the line that says how many passed.
+/// Runs the tests below a folder with a pytest command; returns the line that says how many passed.
 fn pytest(tests: &mut Command, folder: &str) -> Result<String> {
     tests.args(["-q", "-p", "no:cacheprovider", folder]);
     let mut last = String::new();

@@ -9,7 +9,7 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use crate::proc;
 
-/// Runs every check, prints all findings, and counts what was looked at.
+/// Runs every check, prints all findings, and returns how much was checked.
 ///
 /// # Errors
 /// If a check finds something, or cannot run.

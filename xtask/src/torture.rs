@@ -53,7 +53,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     let servers = Servers::start(root, wanted)?;
     let mut attack = proc::cargo(root);
     attack.envs(servers.environment());
-    // Built as for the tests, which it is one of.
+    // Built with the profile of the tests, since it is one of them.
     attack.args(["run", "--locked", "--profile", "test", "--package", "s4-torture", "--"]);
     attack.arg(args.attack.map_or("all", Attack::name));
     attack.args(args.rounds.iter().flat_map(|n| ["--rounds".to_owned(), n.to_string()]));

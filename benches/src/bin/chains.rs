@@ -1,8 +1,8 @@
 //! What chains of checkpoints cost: bytes, and the time to restore each checkpoint.
 //!
-//! `chains --data DIR` looks for `NAME_s0.safetensors`, `NAME_s1.safetensors` and so on, states of one
-//! run in order, and saves them into a store once for each number of hops. `--threads N`: restores with
-//! so many threads (1 unless told); `--all`: a line for each checkpoint.
+//! `chains --data DIR` looks for `NAME_s0.safetensors`, `NAME_s1.safetensors` and so on, the successive
+//! states of one run, and saves them into a store once for each limit of hops. `--threads N`: saves and
+//! restores with N threads (default 1); `--all`: prints a line for each checkpoint.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -11,7 +11,7 @@ use s4_benches::states::{Outcome, State};
 use s4weights::store::{Checkpoint, CheckpointStore, SaveOptions, StorageOptions, StoreOptions};
 
 const USAGE: &str = "usage: chains --data DIR [--threads N] [--all]";
-/// Restores of each checkpoint, of which the fastest counts.
+/// How often each checkpoint is restored; the fastest restore counts.
 const CALLS: usize = 7;
 
 fn main() -> Outcome<()> {
@@ -38,7 +38,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// The runs of a folder, with their states in order.
+/// The names of the runs in a folder, each with the files of its states in order.
 fn runs(dir: &Path) -> Outcome<Vec<(String, Vec<PathBuf>)>> {
     let mut out = vec![];
     for entry in std::fs::read_dir(dir)? {
@@ -97,7 +97,8 @@ fn measure(name: &str, files: &[PathBuf], hops: u32, threads: usize, all: bool) 
     Ok(())
 }
 
-/// Seconds to restore each checkpoint: all take turns, so that what else the machine does is shared.
+/// Seconds to restore each checkpoint. The checkpoints take turns, so that other load on the machine
+/// affects all of them alike.
 fn times(store: &CheckpointStore, list: &[Checkpoint], files: &[PathBuf]) -> Outcome<Vec<f64>> {
     let mut best = vec![f64::INFINITY; list.len()];
     let mut values: Vec<Vec<u8>> = vec![];
@@ -106,7 +107,7 @@ fn times(store: &CheckpointStore, list: &[Checkpoint], files: &[PathBuf]) -> Out
             let start = Instant::now();
             let loaded = store.load_id(checkpoint.id(), None)?;
             let reader = loaded.reader();
-            // The first restore pays for the memory.
+            // Only the first restore pays for allocating this memory.
             values.resize_with(reader.tensors().len(), Vec::new);
             for (info, values) in reader.tensors().zip(&mut values) {
                 values.resize(usize::try_from(info.bytes)?, 0);

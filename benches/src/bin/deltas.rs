@@ -1,8 +1,9 @@
 //! Sizes and speeds of checkpoints stored as differences from another one.
 //!
 //! `deltas --data DIR` looks for `NAME_s0.safetensors` and, beside it, `NAME_sK.safetensors` for any
-//! K, and stores each step K by itself and as its difference from step 0. `--threads N`: with so many
-//! threads (1 unless told). `--preset P`: `fast` unless told. Fails if a tensor, or a whole checkpoint, is larger as a difference.
+//! K, and stores each step K alone and as the difference from step 0. `--threads N`: number of threads
+//! (default 1). `--preset P`: the preset (default `fast`). Fails if a tensor or a whole checkpoint is
+//! larger as a difference.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -39,7 +40,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Name, step, file of step 0 and file of the step.
+/// For each step after 0: name of the run, step, file of step 0 and file of the step.
 fn pairs(dir: &Path) -> Outcome<Vec<(String, u64, PathBuf, PathBuf)>> {
     let mut out = vec![];
     for entry in std::fs::read_dir(dir)? {
@@ -129,7 +130,7 @@ fn fastest(mut call: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
     Ok(best)
 }
 
-/// Writes a state; gives the file.
+/// Writes a state; returns the file and the outcome of writing it.
 fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
     let memory = Memory::default();
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;

@@ -1,15 +1,15 @@
-//! What saving and loading a state of a given size does, for a look at the memory that they take:
-//! `/usr/bin/time -v peak make 4096` makes the state and no more, `peak save 4096 URL` also saves it,
-//! changes it a little and saves it twice again, in one process; `peak again 4096 URL` saves it as the next
-//! process does, which reads back what it takes the difference from; `peak load 4096 URL` reads the newest
-//! into memory of that size.
+//! Saves or loads a state of a given size, for measuring the memory that this takes.
+//! `/usr/bin/time -v peak make 4096` only makes the state; `peak save 4096 URL` also saves it, and then twice
+//! changes it a little and saves it again, all in one process; `peak again 4096 URL` saves it as the next
+//! process would, which reads back the parent that it takes the difference from; `peak load 4096 URL` reads
+//! the newest checkpoint into memory of that size.
 
 use std::time::Instant;
 
 use s4weights::store::{CheckpointStore, SaveOptions, StoreOptions};
 use s4weights::{DType, TensorSource};
 
-/// Tensors of a state.
+/// Number of tensors of a state.
 const TENSORS: usize = 64;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
@@ -51,7 +51,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Values as weights have them.
+/// A state with values like those of weights.
 fn make(values: usize) -> Vec<Vec<u8>> {
     let tensor = |t: usize| {
         let mut bytes = Vec::with_capacity(4 * values);

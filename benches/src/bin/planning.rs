@@ -1,9 +1,9 @@
-//! What planning a tensor takes, as a part of encoding it.
+//! The time to plan a tensor, beside the time to encode it.
 //!
-//! `planning --data DIR [--kib N,N,...]`: of each `NAME_s0.safetensors` and `NAME_s1.safetensors`, the weights, first and
-//! second moments, each made into tensors of so many KiB (512, 1,024 and 16,384 unless told). One thread, preset
-//! `balanced`; as a base, as a difference, and as one whose plan was chosen before ("again"). Also what planning a base or
-//! a difference takes where it was chosen for another tensor that is alike, and holds.
+//! `planning --data DIR [--kib N,N,...]`: takes the weights, first and second moments of each pair of
+//! `NAME_s0.safetensors` and `NAME_s1.safetensors`, and makes a tensor of N KiB of each (512, 1,024 and 16,384 by
+//! default). One thread, preset `balanced`; as a base, as a delta, and as a delta whose plan was chosen before
+//! ("again"). Also as a base and as a delta for which the plan of a similar tensor is tried and holds ("alike").
 
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
@@ -18,11 +18,11 @@ use s4_format::{DType, Digest};
 use s4_planes::Simd;
 use s4weights::Values;
 
-/// Calls of which the fastest counts.
+/// Calls of each measurement; the fastest counts.
 const CALLS: usize = 50;
-/// Values of a row.
+/// Values in a row.
 const COLUMNS: usize = 1024;
-/// What tensors are, by the start of their names: moments are planned before the weights that they tell contexts of.
+/// Kinds of tensors, by the prefix of their names. Moments come before the weights, whose contexts depend on them.
 const KINDS: [(&str, &str); 3] = [
     ("optimizer.exp_avg.", "first moments"),
     ("optimizer.exp_avg_sq.", "second moments"),
@@ -57,7 +57,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// The values of a kind of tensors, repeated so that they fill some bytes, and their dtype.
+/// The dtype of the tensors with a prefix, and their values, repeated to fill `bytes` bytes.
 fn tensor_of(state: &State, prefix: &str, bytes: usize) -> Outcome<(DType, Vec<u8>)> {
     let mut dtype = None;
     let mut values = vec![];
@@ -118,7 +118,7 @@ fn measure(name: &str, (before, after): (&Path, &Path), bytes: usize) -> Outcome
     Ok(())
 }
 
-/// The values of a tensor that the planner looks at.
+/// The values of a tensor that the planner samples.
 fn probed(dtype: DType, data: &[u8]) -> Vec<u8> {
     let width = dtype.value_width();
     let runs = parent_probes(dtype, (data.len() / width) as u64);
@@ -126,7 +126,7 @@ fn probed(dtype: DType, data: &[u8]) -> Vec<u8> {
     runs.iter().flat_map(|run| &data[bytes(run)]).copied().collect()
 }
 
-/// Seconds of planning and of encoding a tensor, and the choice.
+/// Seconds to plan and to encode a tensor, and the planner's choice.
 fn times(
     engine: &CpuEngine,
     job: &PlanJob<'_>,

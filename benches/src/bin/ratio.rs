@@ -1,10 +1,11 @@
-//! Ratios of checkpoints by preset, and the speed of each beside that of `fast`.
+//! Ratio and speed of checkpoints with each preset.
 //!
-//! `ratio --data DIR [--threads N] [--markdown] [--tensors] [--sizes]` looks for `NAME_sK.safetensors`, and stores step 0 by itself, as the state of
-//! a run in mixed precision with the same values (fp32 only), and each other step as a delta of step 0. Roles are told from
-//! names. Speeds are of values, in memory, with N threads (1 unless told): the medians of calls that alternate between
-//! the presets. Every file is read back and compared. `--tensors` tells instead what each tensor and plane takes, in bits a value,
-//! with preset `balanced`; `--sizes` the bytes of each file and tensor: file, tensor (none: the whole file), preset, bytes.
+//! `ratio --data DIR [--threads N] [--markdown] [--tensors] [--sizes]` looks for `NAME_sK.safetensors`. It stores
+//! step 0 as a base, step 0 as the state of a run in mixed precision with the same values (fp32 only), and each
+//! other step as a delta of step 0. Roles are derived from names. Speeds count values, in memory, with N threads
+//! (default 1): medians of calls that alternate between the presets. Every file is read back and compared.
+//! `--tensors` instead prints the bits per value of each tensor and plane with preset `balanced`; `--sizes` prints
+//! the bytes of each file and tensor: file, tensor (empty for the whole file), preset, bytes.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -65,7 +66,7 @@ fn main() -> Outcome<()> {
 
 struct Case {
     name: String,
-    /// Without its ending.
+    /// Its name without extension.
     file: String,
     parent: Option<State>,
     state: State,
@@ -118,7 +119,7 @@ fn of_tensors(case: &Case, threads: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Prints the bytes of a case's file by `fast` and `balanced`, and those of its tensors that are not packed.
+/// Prints the bytes of a case's file with `fast` and `balanced`, and of each of its tensors that is not in a pack.
 fn of_files(case: &Case, threads: usize) -> Outcome<()> {
     for preset in [Preset::Fast, Preset::Balanced] {
         let (_, reader, report) = stored(case, preset, threads)?;
@@ -137,7 +138,7 @@ struct Row {
     read: f64,
 }
 
-/// Stores a case by a preset, and opens it. Gives the options, too, and what was written.
+/// Stores a case with a preset and opens the file. Returns the options and the report of the write, too.
 fn stored(
     case: &Case,
     preset: Preset,
@@ -202,7 +203,7 @@ fn seconds(call: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
     Ok(started.elapsed().as_secs_f64())
 }
 
-/// Writes a state with its roles; gives the file.
+/// Writes a state with its roles; returns the file and the outcome of writing it.
 fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
     let memory = Memory::default();
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;

@@ -1,5 +1,5 @@
-//! Time and size of saving a state that changes as training changes it into a store, step by step, and
-//! of restoring it at every depth of the chain.
+//! Saves a state that changes as in training into a store, step by step, and restores it at every depth
+//! of the chain: time and size of each save, time of each restore.
 //!
 //! `steps URL MIB [OPTION=VALUE...]`: a folder or URL, the size of the state, storage options.
 
@@ -44,7 +44,7 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-/// Restores the newest checkpoint thrice; the shortest time.
+/// Restores the newest checkpoint three times; returns the seconds of the fastest.
 fn restore(store: &CheckpointStore, expected: &[Vec<u8>]) -> Result<f64, Failure> {
     let mut best = f64::INFINITY;
     let mut out: Vec<Vec<u8>> = expected.iter().map(|t| vec![1; t.len()]).collect();

@@ -1,10 +1,10 @@
-//! Saving a state to an S3 server in this process, beside uploading its bytes as they are with the
-//! same client, in parts of the same size, as many at once.
+//! Saving a state to an S3 server in this process, compared with uploading its raw bytes through the
+//! same client, in parts of the same size, with as many at once.
 //!
-//! `upload MIB [CALLS] [PRESET] [ENDPOINT]`: the size of the state, how often each is done (the fastest counts), a
-//! preset (`balanced`, or `fast`, `small`), and another server in place of that one, with a bucket of the name `bucket`
-//! and the keys `test`. CPU time is the whole process's, and the least of all calls: with few cores it decides, and other load on
-//! the machine changes it less than the clock.
+//! `upload MIB [CALLS] [PRESET] [ENDPOINT]`: the size of the state, how often each is done (the fastest counts), the
+//! preset (`balanced`, `fast` or `small`), and another server to use instead, with a bucket named `bucket` and the
+//! keys `test`. CPU time is that of the whole process, the minimum over all calls. With few cores it is the limit, and
+//! other load on the machine changes it less than the wall clock.
 
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ fn main() -> Outcome<()> {
         ("region", "us-east-1".into()),
     ];
     let storage: StorageOptions = pairs.map(|(k, v)| (k.to_owned(), v)).into();
-    // What a difference is from stays in memory: the server forgets it.
+    // Parents of deltas stay in memory, since the server does not keep their data.
     let options = StoreOptions { parent_memory: mib << 22, preset, ..StoreOptions::default() };
     let place = Place::open_url("s3://bucket/raw", &storage)?;
     let (client, prefix) = place.as_objects().ok_or("no bucket")?;

@@ -1,4 +1,4 @@
-//! The functions of one format. All formats have the same ones, with options of their own.
+//! The functions of one format. All formats have the same functions, each with its own options.
 
 use std::ffi::c_void;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::status::Status;
 
 /// Device-accessible array of device pointers.
 type Pointers = *const *const c_void;
-/// The same, of what is written.
+/// The same, for blocks that are written.
 type Targets = *const *mut c_void;
 /// Device-accessible array of sizes.
 type Sizes = *const usize;
@@ -22,11 +22,11 @@ type Stream = *mut c_void;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub struct Alignments {
-    /// Of each block that is read.
+    /// Alignment of each block that is read.
     pub input: usize,
-    /// Of each block that is written.
+    /// Alignment of each block that is written.
     pub output: usize,
-    /// Of the scratch memory.
+    /// Alignment of the scratch memory.
     pub scratch: usize,
 }
 
@@ -44,7 +44,7 @@ pub struct Shape {
     pub blocks: usize,
     /// Bytes of the longest block before compression.
     pub max_block: usize,
-    /// Bytes of all blocks before compression, or more.
+    /// Bytes of all blocks together before compression, or an upper bound on them.
     pub total: usize,
 }
 
@@ -57,13 +57,13 @@ pub struct Compress {
     pub input_sizes: u64,
     /// Array of the addresses to write to, each with room for [`Api::max_compressed`] bytes.
     pub outputs: u64,
-    /// Array that is filled with the sizes written.
+    /// Array that receives the sizes written.
     pub output_sizes: u64,
     /// Scratch memory.
     pub scratch: u64,
     /// Its size in bytes, at least [`Api::compress_scratch`].
     pub scratch_bytes: usize,
-    /// Array that is filled with the [`Status`] of each block, or 0.
+    /// Array that receives the [`Status`] of each block; 0 if they are not wanted.
     pub statuses: u64,
 }
 
@@ -76,19 +76,19 @@ pub struct Decompress {
     pub input_sizes: u64,
     /// Array of the addresses to write to.
     pub outputs: u64,
-    /// Array of the bytes that there is room for at each.
+    /// Array of the number of bytes that fit at each of these addresses.
     pub output_capacities: u64,
-    /// Array that is filled with the sizes written.
+    /// Array that receives the sizes written.
     pub output_sizes: u64,
     /// Scratch memory.
     pub scratch: u64,
     /// Its size in bytes, at least [`Api::decompress_scratch`].
     pub scratch_bytes: usize,
-    /// Array that is filled with the [`Status`] of each block, or 0.
+    /// Array that receives the [`Status`] of each block; 0 if they are not wanted.
     pub statuses: u64,
 }
 
-/// The functions of one format, whose options are `C` to compress and `D` to decompress.
+/// The functions of one format. `C` and `D` are its options for compressing and decompressing.
 #[derive(Debug, Clone, Copy)]
 pub struct Api<C, D> {
     format: &'static str,
@@ -188,7 +188,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         self.check("alignments to decompress", status).map(|()| answer)
     }
 
-    /// The most bytes that a block of `block` bytes is compressed to.
+    /// The most bytes that a block of `block` bytes can take once compressed.
     ///
     /// # Errors
     /// `Call` if the options are not supported or the block is too long.
@@ -199,8 +199,9 @@ impl<C: Copy, D: Copy> Api<C, D> {
         self.check("largest compressed block", status).map(|()| answer)
     }
 
-    /// Bytes of scratch memory that compressing such a batch needs. `stream` is one of the device
-    /// that is to do it; nothing is enqueued. Some formats need a device to answer.
+    /// Bytes of scratch memory that compressing such a batch needs. `stream` is a stream of the
+    /// device that will do the work; nothing is enqueued on it. Some formats need a device to
+    /// answer.
     ///
     /// # Errors
     /// `Call` if the options are not supported or the batch is too large.
@@ -232,16 +233,16 @@ impl<C: Copy, D: Copy> Api<C, D> {
         self.check("scratch to decompress", status).map(|()| answer)
     }
 
-    /// Enqueues the compression of a batch on `stream`, a `CUstream`. The statuses hold the outcome of each
-    /// block when the stream is done.
+    /// Enqueues the compression of a batch on `stream`, a `CUstream`. Once the stream is done, the
+    /// statuses hold the outcome of each block.
     ///
     /// # Errors
     /// `Call` if the arguments are refused or the work cannot be enqueued.
     ///
     /// # Safety
     /// - `stream` belongs to the context that is current on this thread;
-    /// - the arrays have `shape.blocks` entries each, and what they point to is as [`Compress`] says
-    ///   and aligned as [`Self::compress_alignments`] says;
+    /// - the arrays have `shape.blocks` entries each, and what they point to is as described in
+    ///   [`Compress`] and aligned as [`Self::compress_alignments`] requires;
     /// - no block is longer than `shape.max_block`;
     /// - all of it stays valid, and what is written is not touched, until the stream is done.
     pub unsafe fn compress(
@@ -251,7 +252,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         options: C,
         stream: u64,
     ) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds this function's contract.
         let status = unsafe {
             (self.compress)(
                 address::<*const c_void>(batch.inputs as usize),
@@ -270,16 +271,16 @@ impl<C: Copy, D: Copy> Api<C, D> {
         self.check("compress", status)
     }
 
-    /// Enqueues the decompression of a batch on `stream`, a `CUstream`. The statuses hold the outcome
-    /// of each block when the stream is done.
+    /// Enqueues the decompression of a batch on `stream`, a `CUstream`. Once the stream is done,
+    /// the statuses hold the outcome of each block.
     ///
     /// # Errors
     /// `Call` if the arguments are refused or the work cannot be enqueued.
     ///
     /// # Safety
     /// - `stream` belongs to the context that is current on this thread;
-    /// - the arrays have `blocks` entries each, and what they point to is as [`Decompress`] says and
-    ///   aligned as [`Self::decompress_alignments`] says;
+    /// - the arrays have `blocks` entries each, and what they point to is as described in
+    ///   [`Decompress`] and aligned as [`Self::decompress_alignments`] requires;
     /// - **the blocks are streams that this format's compressor wrote**: on anything else most formats
     ///   of the library may read and write anywhere in device memory;
     /// - all of it stays valid, and what is written is not touched, until the stream is done.
@@ -290,7 +291,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         options: D,
         stream: u64,
     ) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds this function's contract.
         let status = unsafe {
             (self.decompress)(
                 address::<*const c_void>(batch.inputs as usize),
@@ -310,12 +311,12 @@ impl<C: Copy, D: Copy> Api<C, D> {
     }
 }
 
-/// A function of the library.
+/// Looks up a function of the library.
 ///
 /// # Safety
 /// `T` is a function pointer of the function's type.
 pub(crate) unsafe fn symbol<T: Copy>(library: &Library, path: &Path, name: &str) -> Result<T> {
-    // SAFETY: the caller's. The library is never closed, so the pointer stays valid.
+    // SAFETY: the caller vouches for `T`. The library is never closed, so the pointer stays valid.
     let found = unsafe { library.get::<T>(name) };
     found.map(|symbol| *symbol).map_err(|error| Error::Symbol {
         path: path.to_owned(),

@@ -18,13 +18,13 @@ pub struct Tried {
 /// What went wrong with the library.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The library is nowhere where it was looked for.
+    /// The library was not found in any of the places searched.
     #[error(
         "nvCOMP {MAJOR} ({SONAME}) was not found: install nvidia-libnvcomp-cu12 or \
          nvidia-libnvcomp-cu13, or set {ENVIRONMENT} to the file; tried {}", List(.tried)
     )]
     NotFound {
-        /// Every place, in order.
+        /// Every place that was tried, in order.
         tried: Vec<Tried>,
     },
     /// The library has another major version: its interface and closed bitstreams are different.
@@ -65,7 +65,7 @@ pub enum Error {
         format: &'static str,
         /// What was asked for.
         call: &'static str,
-        /// The answer.
+        /// The library's answer.
         status: Status,
     },
 }

@@ -36,7 +36,7 @@ pub struct Version {
 }
 
 impl Version {
-    /// The version that the library gives as one number.
+    /// Decodes the version, which the library reports as one number.
     fn of(number: u32) -> Self {
         Self { major: number / 1000, minor: number % 1000 / 100, patch: number % 100 }
     }
@@ -52,16 +52,19 @@ impl fmt::Display for Version {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Search {
     places: Vec<PathBuf>,
-    /// Whether the dynamic linker may look for the name: it has no relative folder to look in.
+    /// Whether the dynamic linker may search for the name: only if its search path has no relative
+    /// folder.
     linker: bool,
 }
 
 impl Search {
-    /// The file that the environment names, if it names one; else `paths`, files that the caller knows
-    /// of (that of an installed Python package, say), then whatever the dynamic linker finds.
+    /// Only the file that the environment variable names, if it is set; otherwise `paths`, files
+    /// that the caller knows of (such as that of an installed Python package), then whatever the
+    /// dynamic linker finds.
     ///
-    /// Nothing is looked for in the working directory: relative paths are refused, and a search path of
-    /// the dynamic linker with a relative or empty entry is walked here, without these.
+    /// The working directory is never searched: relative paths are refused, and if the dynamic
+    /// linker's search path has a relative or empty entry, the other entries are searched by this
+    /// crate instead.
     pub fn new(paths: impl IntoIterator<Item = PathBuf>) -> Self {
         let linker = linker_paths();
         Self::with_environment(std::env::var_os(ENVIRONMENT), linker.as_deref(), paths)
@@ -92,7 +95,7 @@ impl Search {
     /// Opens one of the places.
     ///
     /// # Safety
-    /// As of [`Library::new`].
+    /// As for [`Library::new`].
     unsafe fn open(&self, path: &Path) -> std::result::Result<Library, String> {
         let by_name = path == Path::new(SONAME);
         if by_name && let Some(library) = loaded() {
@@ -104,17 +107,17 @@ impl Search {
         if !by_name && !path.is_absolute() {
             return Err("not an absolute path".into());
         }
-        // SAFETY: the caller's.
+        // SAFETY: the caller upholds this function's contract.
         unsafe { Library::new(path) }.map_err(|error| reason(&error))
     }
 }
 
-/// The library, if this process has loaded it already: whoever did that knew the file.
+/// The library, if this process has already loaded it: whoever did that chose the file.
 #[cfg(target_os = "linux")]
 fn loaded() -> Option<Library> {
     use libloading::os::unix;
     const NOLOAD: std::ffi::c_int = 4;
-    // SAFETY: it loads nothing, and the library's initialisers have run.
+    // SAFETY: this loads nothing, and the initialisers of a loaded library have already run.
     unsafe { unix::Library::open(Some(SONAME), unix::RTLD_NOW | NOLOAD) }.ok().map(Library::from)
 }
 
@@ -123,7 +126,8 @@ fn loaded() -> Option<Library> {
     None
 }
 
-/// What the dynamic linker searches first. It looked at the variable when the process started.
+/// The folders that the dynamic linker searches first. The linker read the variable when the
+/// process started, so later changes do not count.
 fn linker_paths() -> Option<OsString> {
     const VARIABLE: &str = "LD_LIBRARY_PATH";
     #[cfg(target_os = "linux")]
@@ -136,10 +140,11 @@ fn linker_paths() -> Option<OsString> {
     std::env::var_os(VARIABLE)
 }
 
-/// Where to look if the dynamic linker would look in its working directory: its other folders.
+/// The places to try instead of the dynamic linker, if it would search the working directory: the
+/// library in each of the linker's other folders.
 fn instead_of_linker(search: Option<&OsStr>) -> Option<Vec<PathBuf>> {
     let search = search.filter(|search| !search.is_empty())?;
-    // It takes `;` for a separator, too.
+    // The linker also accepts `;` as a separator.
     let entries: Vec<_> = search.as_encoded_bytes().split(|b| matches!(b, b':' | b';')).collect();
     if entries.iter().all(|entry| entry.starts_with(b"/")) {
         return None;
@@ -150,7 +155,7 @@ fn instead_of_linker(search: Option<&OsStr>) -> Option<Vec<PathBuf>> {
     Some(folders.map(|folder| PathBuf::from(folder).join(SONAME)).collect())
 }
 
-/// Where systems keep libraries.
+/// Folders in which systems keep libraries.
 const STANDARD: [&str; 5] = [
     "/usr/local/cuda/lib64",
     "/usr/local/lib",
@@ -214,8 +219,8 @@ formats! {
 }
 
 impl Nvcomp {
-    /// Opens the first library that there is. One that is there, but is no nvCOMP of this version, is
-    /// an error: whoever put it first should know.
+    /// Opens the first library found. If it is not nvCOMP of this version, that is an error, and no
+    /// other place is tried: whoever put it first should know.
     ///
     /// # Errors
     /// `NotFound` with every place that was tried; `Version` or `Symbol` for another library.
@@ -225,7 +230,7 @@ impl Nvcomp {
     pub unsafe fn open(search: &Search) -> Result<Self> {
         let mut tried = Vec::new();
         for path in search.places() {
-            // SAFETY: the caller's.
+            // SAFETY: the caller upholds this function's contract.
             match unsafe { search.open(path) } {
                 // SAFETY: a library with the functions of nvCOMP is taken for nvCOMP; its version is
                 // checked first.
@@ -237,7 +242,7 @@ impl Nvcomp {
     }
 
     /// # Safety
-    /// The library is nvCOMP, of any version, if it has its functions.
+    /// If the library has nvCOMP's functions, it is nvCOMP, of any version.
     unsafe fn load(library: Library, path: &Path) -> Result<Self> {
         let library = ManuallyDrop::new(library);
         // SAFETY: this function has had this type in every version.
@@ -250,7 +255,7 @@ impl Nvcomp {
             return Err(Error::Call { format: "library", call: "properties", status });
         }
         let version = require_major(path, found.version)?;
-        // SAFETY: the version is the one that the options' types are for; the library is never closed.
+        // SAFETY: the options' types are those of this version; the library is never closed.
         unsafe {
             Ok(Self {
                 path: path.to_owned(),
@@ -278,8 +283,8 @@ impl Nvcomp {
         self.version
     }
 
-    /// Checks that a CUDA driver can run it. `driver` is what `cuDriverGetVersion` gives, for instance
-    /// 12040: a driver of the same major version will do.
+    /// Checks that a CUDA driver can run the library. `driver` is what `cuDriverGetVersion`
+    /// returns, for instance 12040. A driver of the same or a later major version will do.
     ///
     /// # Errors
     /// `Driver` if it cannot.
@@ -292,7 +297,7 @@ impl Nvcomp {
     }
 }
 
-/// The version, if these bindings are for it.
+/// Decodes the version and checks that these bindings are for it.
 fn require_major(path: &Path, number: u32) -> Result<Version> {
     let found = Version::of(number);
     if found.major != MAJOR {
@@ -339,7 +344,7 @@ mod tests {
         }
         for relative in ["libc.so.6", "./libnvcomp.so.6", "lib/libnvcomp.so.6"] {
             let search = Search::with_environment(Some(relative.into()), None, []);
-            // SAFETY: nothing is loaded by a relative path.
+            // SAFETY: nothing is loaded from a relative path.
             let error = unsafe { Nvcomp::open(&search) }.unwrap_err();
             assert!(error.to_string().contains("not an absolute path"), "{error}");
         }
@@ -360,7 +365,7 @@ mod tests {
     fn every_place_is_named_when_there_is_none() {
         let paths = ["/nowhere/one.so", "/nowhere/two.so"].map(PathBuf::from);
         let search = Search { places: paths.to_vec(), linker: false };
-        // SAFETY: nothing is there to be loaded.
+        // SAFETY: there is no library to load at these paths.
         let error = unsafe { Nvcomp::open(&search) }.unwrap_err();
         let Error::NotFound { tried } = &error else { panic!("{error}") };
         assert_eq!(tried.iter().map(|t| t.path.clone()).collect::<Vec<_>>(), paths);

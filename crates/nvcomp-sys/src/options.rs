@@ -1,6 +1,6 @@
 //! Options of the formats: 64 bytes each, passed by value. Unnamed bytes are reserved and 0.
 
-/// What the values of a block are to the format.
+/// How a format interprets the values of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct DataType(pub u32);
@@ -44,7 +44,7 @@ impl DataType {
     }
 }
 
-/// What decompresses.
+/// What does the decompression.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Backend(pub u32);
@@ -52,7 +52,7 @@ pub struct Backend(pub u32);
 impl Backend {
     /// The library's choice.
     pub const DEFAULT: Self = Self(0);
-    /// The decompression engine of newer GPUs, which reports no errors of single blocks.
+    /// The decompression engine of newer GPUs, which does not report errors of single blocks.
     pub const HARDWARE: Self = Self(1);
     /// CUDA kernels.
     pub const CUDA: Self = Self(2);
@@ -83,7 +83,7 @@ macro_rules! options {
 }
 
 options! {
-    /// Of ANS, compressing.
+    /// Options of ANS, compressing.
     AnsCompress, 64 {
         /// 0: rANS.
         kind @ 0: u32 = 0,
@@ -93,17 +93,17 @@ options! {
         max_sub_chunks @ 8: u8 = 0,
         /// 0: the library's choice.
         states_per_lane @ 9: u8 = 0,
-        /// Looks at one in 2^n values for the table, n from 0 to 8.
+        /// The table is built from one in 2^n values, n from 0 to 8.
         histogram_reduction_log2 @ 10: u8 = 0,
         ..53
     }
-    /// Of ANS, decompressing.
+    /// Options of ANS, decompressing.
     AnsDecompress, 64 {
-        /// What decompresses.
+        /// What does the decompression.
         backend @ 0: Backend = Backend::DEFAULT,
         /// `BITS`, or the type that the stream was written with.
         data_type @ 4: DataType = DataType::BITS,
-        /// As when compressing, or more; 0: 8.
+        /// The same as when compressing, or more; 0: 8.
         max_sub_chunks @ 8: u8 = 0,
         /// 0: the library's choice.
         states_per_lane @ 9: u8 = 0,
@@ -111,49 +111,49 @@ options! {
         skip_validation @ 10: u8 = 0,
         ..53
     }
-    /// Of GDeflate and Deflate, compressing.
+    /// Options of GDeflate and Deflate, compressing.
     WithAlgorithm, 64 {
         /// 0 (literals only, the fastest) to 5 (the smallest).
         algorithm @ 0: i32 = 1,
         ..60
     }
-    /// Of Zstd and Snappy, compressing.
+    /// Options of Zstd and Snappy, compressing.
     NoOptions, 64 { ..64 }
-    /// Of GDeflate, Zstd and Bitcomp, decompressing.
+    /// Options of GDeflate, Zstd and Bitcomp, decompressing.
     PlainDecompress, 64 {
-        /// What decompresses.
+        /// What does the decompression.
         backend @ 0: Backend = Backend::DEFAULT,
         ..60
     }
-    /// Of Deflate and Snappy, decompressing.
+    /// Options of Deflate and Snappy, decompressing.
     SortingDecompress, 64 {
-        /// What decompresses.
+        /// What does the decompression.
         backend @ 0: Backend = Backend::DEFAULT,
-        /// Not 0: gives the decompression engine the large blocks first.
+        /// If not 0, the decompression engine gets the large blocks first.
         sort_before_hardware @ 4: i32 = 0,
         ..56
     }
-    /// Of LZ4, compressing.
+    /// Options of LZ4, compressing.
     Lz4Compress, 64 {
-        /// Width of the values to look for matches of.
+        /// Type of the values to find matches of; only its width counts.
         data_type @ 0: DataType = DataType::CHAR,
         /// 0: the output is an LZ4 block; others shuffle bits first.
         bit_shuffle @ 4: u32 = 0,
         ..56
     }
-    /// Of LZ4, decompressing.
+    /// Options of LZ4, decompressing.
     Lz4Decompress, 64 {
-        /// What decompresses.
+        /// What does the decompression.
         backend @ 0: Backend = Backend::DEFAULT,
-        /// Not 0: gives the decompression engine the large blocks first.
+        /// If not 0, the decompression engine gets the large blocks first.
         sort_before_hardware @ 4: i32 = 0,
-        /// As when compressing.
+        /// The same as when compressing.
         data_type @ 8: DataType = DataType::CHAR,
-        /// As when compressing.
+        /// The same as when compressing.
         bit_shuffle @ 12: u32 = 0,
         ..48
     }
-    /// Of Bitcomp, compressing.
+    /// Options of Bitcomp, compressing.
     BitcompCompress, 64 {
         /// 0 general, 1 for mostly zeros.
         algorithm @ 0: i32 = 0,
@@ -165,21 +165,21 @@ options! {
         mode @ 16: u32 = 0,
         ..44
     }
-    /// Of Cascaded, compressing.
+    /// Options of Cascaded, compressing.
     CascadedCompress, 64 {
         /// Type and stages.
         common @ 0: CascadedCommon = CascadedCommon::compressing(),
         /// Stages that may be used: 1 delta, 2 run lengths, 4 frame of reference.
         fine_stages @ 24: u64 = 7,
-        /// Stages at most, 0 to 7.
+        /// The most stages, 0 to 7.
         level @ 32: u8 = 3,
         ..31
     }
-    /// Of Cascaded, decompressing.
+    /// Options of Cascaded, decompressing.
     CascadedDecompress, 64 {
-        /// What decompresses.
+        /// What does the decompression.
         backend @ 0: Backend = Backend::DEFAULT,
-        /// What the stream was written with, or "whatever it says".
+        /// What the stream was written with, or "whatever the stream says".
         common @ 8: CascadedCommon = CascadedCommon::decompressing(),
         ..32
     }

@@ -1,4 +1,4 @@
-//! Between .safetensors and .s4w, one tensor in memory at a time.
+//! Converts between .safetensors and .s4w, with one tensor in memory at a time.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use crate::left_out::LeftOut;
 use crate::progress::Bar;
 use crate::visible;
 
-/// Keeps the safetensors dtype and shape of a tensor that has no dtype of PyTorch's.
+/// Prefix of the metadata that keeps the safetensors dtype and shape of a tensor whose dtype PyTorch lacks.
 const FOREIGN: &str = "safetensors.";
 
 /// The dtypes that both formats have.
@@ -63,7 +63,7 @@ fn refuse_pickle(path: &str) -> Result<()> {
     )))
 }
 
-/// What a file holds that has no safetensors header; `None`: it should have one.
+/// Says what a file without a safetensors header is; `None` if it should have one.
 fn not_safetensors(path: &str) -> Option<Failure> {
     let what = match files::what_else(path, ".safetensors")? {
         Other::S4w => "a .s4w file already",
@@ -121,7 +121,7 @@ pub(crate) fn compress(
     Ok(writer.finish(contents)?)
 }
 
-/// Reads and checks the header: where the data starts, and which tensors there are.
+/// Reads and checks the header; returns where the data starts, and which tensors there are.
 fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
     let bad = |source| Failure::Safetensors { file: path.to_owned(), source };
     let io = |e| named(path, e);
@@ -138,8 +138,8 @@ fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
     }
     let mut bytes = vec![];
     file.take(header).read_to_end(&mut bytes).map_err(io)?;
-    // The crate's own reader of headers wants the whole file in memory. Deserialising checks that
-    // the tensors lie side by side.
+    // The crate's own reader of headers needs the whole file in memory. Deserialising checks that
+    // the tensors are contiguous.
     let metadata: Metadata = serde_json::from_slice(&bytes)
         .map_err(|e| bad(safetensors::SafeTensorError::InvalidHeaderDeserialization(e)))?;
     let end = metadata.tensors().values().map(|i| i.data_offsets.1 as u64).max().unwrap_or(0);
@@ -169,7 +169,7 @@ impl View for &Lazy<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        // The trait has no way to fail: the error is kept, and the file is not renamed.
+        // The trait cannot report an error: keep it, and do not rename the file later.
         Cow::Owned(self.reader.read(self.name).unwrap_or_else(|e| {
             self.failure.lock().unwrap_or_else(|p| p.into_inner()).get_or_insert(e);
             vec![0; self.bytes]
@@ -181,7 +181,7 @@ impl View for &Lazy<'_> {
     }
 }
 
-/// Refuses to write tensors to what is no .safetensors file on this machine.
+/// Refuses to write tensors to anything but a .safetensors file on this machine.
 pub(crate) fn require_safetensors(output: &str) -> Result<()> {
     if !output.ends_with(".safetensors") {
         return Err(Failure::Unsupported(format!(
@@ -199,8 +199,9 @@ pub(crate) fn require_safetensors(output: &str) -> Result<()> {
     Ok(())
 }
 
-/// Writes the tensors of a .s4w file into a .safetensors file; gives their number. What else the file holds
-/// is told; without a name of the user's for the output, which says that tensors are wanted, it is refused.
+/// Writes the tensors of a .s4w file into a .safetensors file; returns their number. Warns of what
+/// else the file holds. Without an `output` that the user named, which says that the tensors are
+/// wanted, such a file is refused.
 pub(crate) fn decompress(
     reader: &Reader,
     input: &str,
@@ -221,10 +222,10 @@ pub(crate) fn decompress(
     to_safetensors(reader, target)
 }
 
-/// Says what is not written.
+/// Warns of what is not written.
 pub(crate) fn warn_of(left_out: &LeftOut, output: &str, quiet: bool) {
     if !quiet {
-        // Where nobody listens there is nobody to warn.
+        // If standard error is closed, there is nobody to warn.
         let _ = writeln!(
             std::io::stderr(),
             "s4w: warning: {}",
@@ -236,7 +237,7 @@ pub(crate) fn warn_of(left_out: &LeftOut, output: &str, quiet: bool) {
     }
 }
 
-/// Writes the tensors of an open checkpoint into a .safetensors file; gives their number.
+/// Writes the tensors of an open checkpoint into a .safetensors file; returns their number.
 pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
     let mut metadata: HashMap<String, String> =
         reader.manifest().metadata.clone().into_iter().collect();
@@ -250,10 +251,10 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
         views.push((t.name, Lazy { reader, name: t.name, dtype, shape, bytes, failure }));
     }
     let metadata = (!metadata.is_empty()).then_some(metadata);
-    // A link stays a link, and permissions stay, as where a file is overwritten in place.
+    // A link stays a link, and permissions stay, as if the file were overwritten in place.
     let target = std::fs::canonicalize(output).unwrap_or_else(|_| output.into());
     let temporary = beside(&target);
-    // The crate makes its file for nobody else; this one has the permissions that the umask allows.
+    // The crate creates its file for this user alone; this one has the permissions that the umask allows.
     let new = File::create(&temporary).and_then(|f| f.metadata());
     let permissions = new.map_err(|e| named(output, e))?.permissions();
     let written =
@@ -275,21 +276,21 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
     outcome.map(|()| views.len())
 }
 
-/// A name in the same folder, no longer than file systems allow.
+/// A temporary name in the same folder, no longer than file systems allow.
 fn beside(target: &Path) -> PathBuf {
     let name = target.file_name().unwrap_or_default().to_string_lossy();
     let stem: String = name.chars().take(60).collect();
     target.with_file_name(format!(".{stem}.{}.tmp", std::process::id()))
 }
 
-/// Puts a file in the place of another, whose permissions and owner it takes over, or into an empty place,
-/// with these permissions.
+/// Renames a file to `target`. It takes over the permissions and owner of a file that is there; if
+/// there is none, it gets the permissions `new`.
 fn replace(temporary: &Path, target: &Path, new: std::fs::Permissions) -> std::io::Result<()> {
     let old = std::fs::metadata(target).ok();
     #[cfg(unix)]
     if let Some(old) = &old {
         use std::os::unix::fs::{MetadataExt, chown};
-        // Only root may give files away; a group of one's own anyone may choose.
+        // Only root may give files away, but anyone may choose one of their own groups.
         if chown(temporary, Some(old.uid()), Some(old.gid())).is_err() {
             let _ = chown(temporary, None, Some(old.gid()));
         }

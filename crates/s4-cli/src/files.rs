@@ -1,4 +1,4 @@
-//! What files are before they are read, and what is in the way of those to be written.
+//! Tells what files are before they are read, and checks whether others may be written.
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
@@ -45,7 +45,7 @@ fn no_s4w(input: &str, other: Other) -> Failure {
     })
 }
 
-/// What a file is that is not what was expected.
+/// What a file is that is not in the expected format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Other {
     S4w,
@@ -55,7 +55,7 @@ pub(crate) enum Other {
     Unknown,
 }
 
-/// What a file is that has not the start of what its ending should say; `None`: that, but damaged.
+/// What a file is that could not be read as one with this ending; `None`: it is one, but damaged.
 pub(crate) fn what_else(input: &str, ending: &str) -> Option<Other> {
     let unknown = (!input.ends_with(ending)).then_some(Other::Unknown);
     if is_url(input) {
@@ -83,18 +83,18 @@ fn look(input: &str) -> std::io::Result<([u8; 9], Vec<u8>)> {
     Ok((head, tail))
 }
 
-/// The length of a header that is within the format's limit, and its first brace.
+/// Whether a file begins with a header length within the format's limit, and the header's first brace.
 fn is_safetensors(head: &[u8; 9]) -> bool {
     let [a, b, c, d, e, f, g, h, brace] = *head;
     let length = u64::from_le_bytes([a, b, c, d, e, f, g, h]);
     brace == b'{' && (2..=100_000_000).contains(&length)
 }
 
-/// Refuses to write a file over the one that is read; and, unless `force` is given, over any. A device or a
-/// pipe is written to; so is an object of a bucket that only writing is allowed in.
+/// Refuses to overwrite the file that is read and, without `force`, any other file. Devices and
+/// pipes may be written to, and so may objects of a bucket that grants no permission to read.
 ///
 /// # Errors
-/// `Usage`, `Conflict`, or what keeps an object store from answering.
+/// `Usage`, `Conflict`, or the error of an object store that does not answer.
 pub(crate) fn check_output(
     input: Option<&str>,
     output: &str,
@@ -125,7 +125,7 @@ fn is_there(output: &str, options: ReadOptions) -> Result<bool> {
     }
 }
 
-/// Whether two names are of one file: also by links, and by paths that are spelled differently.
+/// Whether two names refer to the same file, also through links or paths that are spelled differently.
 fn is_same(input: &str, output: &str) -> bool {
     let identity = |name| identity(&local(name)?);
     input == output || identity(input).is_some_and(|i| identity(output) == Some(i))
@@ -143,7 +143,7 @@ fn identity(path: &std::path::Path) -> Option<PathBuf> {
     fs::canonicalize(path).ok()
 }
 
-/// The path that a name or a `file:` URL means.
+/// The path that a name or a `file:` URL refers to.
 fn local(name: &str) -> Option<PathBuf> {
     if !is_url(name) {
         return Some(name.into());
@@ -153,7 +153,7 @@ fn local(name: &str) -> Option<PathBuf> {
     (scheme.eq_ignore_ascii_case("file") && path.starts_with('/')).then(|| decoded(path).into())
 }
 
-/// A path of a URL with what `%20` and the like mean.
+/// The path of a URL, with `%20` and the like decoded.
 fn decoded(path: &str) -> String {
     let mut out = vec![];
     let mut rest = path.as_bytes();

@@ -1,4 +1,4 @@
-//! What a .safetensors file cannot hold of a checkpoint: anything but tensors.
+//! The parts of a checkpoint that a .safetensors file cannot hold: anything but tensors.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -18,7 +18,7 @@ const PICKLE: &str = "pickle";
 pub(crate) struct LeftOut {
     /// The object is in pieces, and its values that are not tensors are stored as bytes.
     pieces: bool,
-    /// The object is a pickle: what else it holds cannot be told.
+    /// The object is a pickle, so what else it holds is unknown.
     pickled: bool,
     /// Values that are not tensors.
     values: usize,
@@ -29,7 +29,7 @@ pub(crate) struct LeftOut {
 }
 
 impl LeftOut {
-    /// What of a checkpoint is left out; `None` if nothing is.
+    /// What is left out of a checkpoint; `None` if nothing is.
     pub(crate) fn of(reader: &Reader) -> Option<Self> {
         let blobs = &reader.manifest().blobs;
         let mut out = Self {
@@ -42,7 +42,7 @@ impl LeftOut {
         if let Some(text) = reader.tree() {
             match serde_json::from_str::<Value>(text) {
                 Ok(tree) => out.count(&tree["root"], &mut HashSet::new()),
-                // Deeper than is parsed here. What is in there is as unknown as a pickle's.
+                // Too deeply nested to be parsed here: its contents are as unknown as a pickle's.
                 Err(_) => out.pickled = true,
             }
         }

@@ -2,9 +2,10 @@
 //!
 //! What is deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
 //!
-//! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could not
-//! be found, read or written; 4 the file needs another version, program or machine; 5 what is there forbids
-//! it: the state of a store, a file that would be replaced; or another process was faster.
+//! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could
+//! not be found, read or written; 4 the file needs another version, program or machine; 5 something
+//! that exists forbids it (the state of a store, a file that would be replaced), or another process
+//! was faster.
 #![forbid(unsafe_code)]
 
 mod convert;
@@ -178,7 +179,7 @@ struct Remote {
     timeout: Option<Duration>,
 }
 
-/// A time of more than nothing and at most a day.
+/// Parses a time of more than zero and at most a day.
 fn seconds(text: &str) -> std::result::Result<Duration, String> {
     let time = text.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
     time.filter(|t| !t.is_zero() && t.as_secs() <= 24 * 3600)
@@ -193,7 +194,7 @@ struct Trust {
 }
 
 impl Command {
-    /// Whether what goes on is told unasked: there is nobody to ask.
+    /// Whether the command is a service, which logs its progress even without `-v`.
     fn is_service(&self) -> bool {
         #[cfg(all(unix, feature = "serve"))]
         return matches!(self, Self::Serve(_));
@@ -256,12 +257,12 @@ impl Remote {
     }
 }
 
-/// Runs the program with its arguments, the first of which is its own name; gives its exit code.
+/// Runs the program with its arguments, the first of which is its own name; returns its exit code.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(e) => {
-            // Nothing can be told to someone whose terminal is gone.
+            // If the terminal is gone, nobody can be told.
             let _ = e.print();
             return u8::try_from(e.exit_code()).unwrap_or(2);
         }
@@ -370,7 +371,7 @@ fn to_json(value: &impl serde::Serialize) -> Result<String> {
     Ok(visible::json(&text))
 }
 
-/// Prints to standard output, without what a terminal would obey; a reader that has closed it has read enough.
+/// Prints to standard output, with terminal commands escaped; a reader that has closed it has read enough.
 fn say(text: &str) -> Result<()> {
     match writeln!(std::io::stdout(), "{}", visible::lines(text)) {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::Io(e)),

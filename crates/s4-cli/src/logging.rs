@@ -5,14 +5,14 @@ use tracing::level_filters::LevelFilter;
 use crate::error::{Failure, Result};
 use crate::visible::Stderr;
 
-/// The environment variable that says what is told: `off`, `error`, `warn`, `info`, `debug`, `trace`.
+/// The environment variable that sets the log level: `off`, `error`, `warn`, `info`, `debug`, `trace`.
 pub(crate) const VARIABLE: &str = "S4_LOG";
 
-/// Prints warnings, or what flags and environment ask for. A program that runs this one in its own
-/// process and has a subscriber keeps it.
+/// Prints warnings, or what flags and environment ask for. If a program that runs this one in its
+/// own process has a subscriber, that one stays.
 ///
 /// # Errors
-/// `Usage` if the variable is none of its words.
+/// `Usage` if the variable has another value.
 pub(crate) fn start(quiet: bool, verbose: u8) -> Result<()> {
     let level = match (std::env::var_os(VARIABLE), quiet, verbose) {
         (_, _, 1) => LevelFilter::INFO,
@@ -29,7 +29,7 @@ pub(crate) fn start(quiet: bool, verbose: u8) -> Result<()> {
         .with_target(level >= LevelFilter::DEBUG)
         .without_time()
         .finish();
-    // Set already: the program's own stays.
+    // If one is set already, it stays.
     let _ = tracing::subscriber::set_global_default(subscriber);
     Ok(())
 }

@@ -19,7 +19,7 @@ impl Bar {
         Self(bar)
     }
 
-    /// Something that turns while nobody knows how long it takes.
+    /// A spinner, for work of unknown length.
     pub(crate) fn waiting(quiet: bool, text: &str) -> Self {
         let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new_spinner() };
         bar.set_message(text.to_owned());
@@ -32,7 +32,7 @@ impl Bar {
         self.0.set_length(bytes);
     }
 
-    /// Adds up what several calls report: each starts from zero.
+    /// A callback that adds up what several calls report, each of which starts from zero.
     pub(crate) fn callback(&self) -> Option<ProgressFn> {
         let bar = self.0.clone();
         let last = std::sync::Mutex::new(0u64);

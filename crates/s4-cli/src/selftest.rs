@@ -12,10 +12,10 @@ use s4weights::{
 
 use crate::error::{Failure, Result};
 
-/// Values of a pattern: more than one chunk of the smallest values, and no round number.
+/// Elements of a pattern: more than one chunk even of the smallest values, and not a round number.
 const VALUES: usize = (1 << 17) + 1234;
 
-/// A stream into memory that the caller keeps a hand on.
+/// A stream into memory that the caller can still reach.
 #[derive(Clone, Default)]
 struct Memory(Arc<Mutex<Vec<u8>>>);
 
@@ -30,12 +30,12 @@ impl std::io::Write for Memory {
     }
 }
 
-/// Holds the CUDA devices against the processor, as `s4w selftest --require-gpu` does.
+/// Compares the CUDA devices with the processor, as `s4w selftest --require-gpu` does.
 pub(crate) fn gpu(fault: bool, simd: Option<Simd>) -> Result<String> {
     gpu::run(fault, simd)
 }
 
-/// Runs everything; gives a summary, or fails with the first difference.
+/// Runs all round trips; returns a summary, or fails with the first difference.
 pub(crate) fn run(fault: bool, threads: Option<usize>, simd: Option<Simd>) -> Result<String> {
     let sets: Vec<Simd> = simd.map_or_else(|| Simd::available().collect(), |s| vec![s]);
     let mut cases = 0;

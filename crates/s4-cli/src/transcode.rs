@@ -1,4 +1,4 @@
-//! Any readable .s4w file into one of open codecs, with the same contents.
+//! Rewrites any readable .s4w file with open codecs, with the same contents.
 
 use std::fs;
 
@@ -10,10 +10,10 @@ use crate::error::{Failure, Result};
 use crate::files;
 use crate::progress::Bar;
 
-/// Bytes of values that are in memory at a time: of one tensor at least.
+/// Bytes of values that are in memory at a time, or one tensor if that is larger.
 const BATCH: u64 = 256 << 20;
 
-/// Writes the contents of one file into another, and reads that back; gives what was written.
+/// Writes the contents of one file into another, and reads that back; returns the writer's report.
 pub(crate) fn run(
     input: &str,
     output: &str,
@@ -35,7 +35,7 @@ pub(crate) fn run(
     let open = ReadOptions { trusted: false, parents: None, ..quiet };
     if let Err(e) = check(&reader, copied.digests.as_deref(), output, open) {
         if !s4weights::is_url(output) {
-            // What is wrong is not to be found by anyone; the reason is more telling than this.
+            // Nobody must find the wrong output. If it cannot be removed, the error below matters more.
             let _ = fs::remove_file(output);
         }
         return Err(e);
@@ -47,7 +47,7 @@ fn usage(what: &str) -> Failure {
     Failure::Library(s4weights::Error::Argument(what.into()))
 }
 
-/// Reads the output, which needs nothing but itself, and compares everything with the input.
+/// Reads the output, which must need no other file, and compares everything with the input.
 fn check(
     input: &Reader,
     digests: Option<&[Digest]>,

@@ -1,10 +1,10 @@
-//! What is printed, without what a terminal would obey: names come from files of others.
+//! Escapes what a terminal would obey in printed text: names come from other people's files.
 
 use std::fmt::Write as _;
 use std::io;
 
-/// Whether a character is an order to a terminal, or changes how those around it are shown: control
-/// characters, directions of writing, and what is not seen at all.
+/// Whether a character is a command to a terminal, or changes how those around it are shown:
+/// control characters, writing directions and invisible characters.
 fn is_hidden(c: char) -> bool {
     c.is_control()
         || matches!(c,
@@ -12,12 +12,12 @@ fn is_hidden(c: char) -> bool {
             | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}')
 }
 
-/// A name, on one line and as it is.
+/// A name on one line, with such characters escaped.
 pub(crate) fn name(text: &str) -> String {
     escaped(text, |_| false)
 }
 
-/// Lines of text.
+/// Lines of text, with such characters except line ends escaped.
 pub(crate) fn lines(text: &str) -> String {
     escaped(text, |c| c == '\n')
 }
@@ -33,7 +33,7 @@ fn escaped(text: &str, keeps: impl Fn(char) -> bool) -> String {
     out
 }
 
-/// JSON that says the same: there such characters can only be in strings.
+/// The same JSON with such characters escaped: they can only occur in strings.
 pub(crate) fn json(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -49,7 +49,7 @@ pub(crate) fn json(text: &str) -> String {
     out
 }
 
-/// Standard error, for messages that hold such names.
+/// Standard error, for messages that contain such names.
 pub(crate) struct Stderr;
 
 impl io::Write for Stderr {

@@ -131,7 +131,7 @@ fn exit_codes_are_those_of_the_help() {
     assert!(!dir.path().join("b.safetensors").exists());
     let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
     assert_eq!(left.len(), 2, "{left:?}");
-    // What is not built is refused by name.
+    // A preset that needs a GPU is refused by name where there is none.
     let out = s4w(&["compress", sample, &path("c.s4w"), "--preset", "nvcomp"]);
     let done = out.status.success();
     assert!(done || out.status.code() == Some(4) && text(&out).contains("GPU"), "{}", text(&out));
@@ -205,14 +205,14 @@ fn nothing_is_written_over_its_input() {
     }
     let url = format!("file://{plain}");
     assert_eq!(s4w(&["compress", &plain, &url, "--force"]).status.code(), Some(2));
-    // What calls itself otherwise is no output of `decompress`: a link shows that it looks at files.
+    // The output is recognised as the input also through a link whose name `decompress` would accept.
     #[cfg(unix)]
     {
         std::os::unix::fs::symlink(path("a.s4w"), path("c.safetensors")).unwrap();
         let out = s4w(&["decompress", &path("a.s4w"), &path("c.safetensors"), "-f"]);
         assert_eq!(out.status.code(), Some(2), "{}", text(&out));
     }
-    // By default the output of a .s4w file would be itself.
+    // By default, the output for a .s4w file would be that file itself.
     assert_eq!(s4w(&["compress", &path("a.s4w")]).status.code(), Some(2));
     assert!(std::fs::read(&plain).unwrap() == sample);
     assert!(std::fs::read(path("a.s4w")).unwrap() == packed);
@@ -308,14 +308,14 @@ fn sound_files_of_other_formats_are_not_called_damaged() {
     assert!(
         said(&["compress", dir.path().to_str().unwrap(), &path("c.s4w")], 4).contains("folders")
     );
-    // What should be one of ours, and is nothing else, is damaged; and so is what ends as one of ours.
+    // A .s4w file that is no other format either is damaged; so is a file that ends as a .s4w file does.
     std::fs::write(path("zeros.s4w"), [0; 5000]).unwrap();
     said(&["verify", &path("zeros.s4w")], 1);
     let mut bytes = std::fs::read(path("b.s4w")).unwrap();
     bytes[0] = 0;
     std::fs::write(path("ours"), &bytes).unwrap();
     assert!(said(&["verify", &path("ours")], 1).contains("corrupt data"));
-    // Cut safetensors files, too.
+    // Truncated safetensors files are damaged, too.
     for len in [0, 5, 1000] {
         let bytes = std::fs::read(path("a.safetensors")).unwrap();
         std::fs::write(path("cut.safetensors"), &bytes[..len]).unwrap();
@@ -363,7 +363,7 @@ fn tensors_are_written_to_safetensors_files_only_and_others_told_of() {
         assert_eq!(out.status.code(), Some(4), "{}", text(&out));
         assert!(text(&out).contains(what) && text(&out).contains(".pt file"), "{}", text(&out));
         assert!(!Path::new(&back).exists());
-        // Whoever names the output wants tensors, and hears what is left out.
+        // A user who names the output wants the tensors, and is told what is left out.
         let out = s4w(&["decompress", &path(name), &back]);
         let heard = String::from_utf8_lossy(&out.stderr);
         assert!(out.status.success() && heard.contains(what), "{heard}");
@@ -377,13 +377,13 @@ fn tensors_are_written_to_safetensors_files_only_and_others_told_of() {
         assert!(text(&out).contains(".safetensors file"), "{}", text(&out));
         assert!(!Path::new(&output).exists());
     }
-    // It is the output that cannot be written.
+    // The error names the output, which cannot be written.
     let out = s4w(&["decompress", &path("flat.s4w"), &path("no/x.safetensors")]);
     assert_eq!(out.status.code(), Some(3), "{}", text(&out));
     assert!(text(&out).contains("no/x.safetensors"), "{}", text(&out));
 }
 
-/// The file with another manifest, hashes mended.
+/// The file with another manifest, and hashes that match it.
 fn with_manifest(file: &[u8], change: impl FnOnce(&mut s4weights::Manifest)) -> Vec<u8> {
     use s4weights::format::file::Footer;
     let footer = Footer::parse(file, file.len() as u64).expect("a sound file");
@@ -414,12 +414,12 @@ fn files_that_need_a_closed_codec_can_be_looked_at() {
     let json = text(&s4w(&["inspect", "--bits", "--json", packed]));
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["closed_codecs"], serde_json::json!(["nvcomp-ans 6"]));
-    // No chunk of it is closed in truth, and what is open is read anywhere.
+    // No chunk actually uses the closed codec, and open chunks are read anywhere.
     assert!(s4w(&["verify", packed]).status.success());
 }
 
-/// The file with the first stream of its first chunk said to be of nvCOMP's ANS, every hash and checksum
-/// mended: what a stranger's file may look like.
+/// The file with the first stream of its first chunk declared to be nvCOMP's ANS, and matching
+/// hashes and checksums: what a stranger's file may look like.
 #[expect(clippy::unwrap_used, reason = "what tests share")]
 fn of_closed_codec(mut file: Vec<u8>) -> Vec<u8> {
     use s4weights::format::{ChunkRecord, CodecId, Digest, StreamEntry, crc32c, layout};
@@ -476,7 +476,7 @@ fn closed_codecs_are_decoded_only_when_the_user_says_so() {
         for part in ["nvcomp-ans", "`--trusted`", "chunk 0", "s4w transcode"] {
             assert!(text(&out).contains(part), "{part}: {}", text(&out));
         }
-        // Trusted, it is up to the machine; these bytes no encoder wrote, so a GPU is not given them.
+        // If trusted, it depends on the machine. No encoder wrote these bytes, so this is not tried on a GPU.
         if !has_nvidia() {
             let out = s4w(&[&verb[..], &["--trusted"]].concat());
             assert_eq!(out.status.code(), Some(4), "{}", text(&out));

@@ -7,11 +7,11 @@ use s4weights::store::{CheckpointStore, SaveOptions, StoreOptions};
 use s4weights::{Contents, DType, TensorSource};
 use serde_json::Value;
 
-/// Names and values of a tensor: what training does to them is up to `step`.
+/// Names and values of the tensors; `step` decides how far training has changed the values.
 fn tensors(step: u64) -> Vec<(String, Vec<u8>)> {
     let names = ["model.blocks.0.up", "model.blocks.1.up", "optimizer.0.exp_avg_sq"];
     let value = |i: u32, t: usize| {
-        // A number that is noise in its last bits, and in a few more of them with each step.
+        // A number with noise in its last bits, of which each step changes a few more.
         let noise = (i ^ (t as u32) << 20).wrapping_mul(0x9e37_79b9);
         let moved = noise >> (32 - step.min(8) as u32).min(31);
         f32::from_bits((0x3c00_0000 | (noise & 0x01ff_ffff)) ^ moved)
@@ -189,7 +189,7 @@ fn damage_is_found_and_named() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;
     std::fs::write(&object, &bytes).unwrap();
-    // The sizes are right still.
+    // The sizes are still right.
     said(&["verify", &url], 0);
     let text = said(&["verify", &url, "--read-data"], 1);
     assert!(text.contains("DAMAGED   step 0") && text.contains("NOT SOUND"), "{text}");
@@ -247,7 +247,7 @@ fn what_was_retired_is_listed_again() {
     said(&["gc", &url, "--grace", "0s", "--exclusive"], 0);
     assert!(said(&["unretire", &url, "4"], 5).contains("given up"));
     assert!(said(&["unretire", &url, "77"], 3).contains("77"));
-    // A name that no checkpoint knows keeps everything.
+    // A metric that no checkpoint has keeps everything.
     let text = said(&["retire", &url, "--keep-best", "los:1:max"], 2);
     assert!(text.contains("`los`") && text.contains("loss"), "{text}");
     assert_eq!(steps(&url), [0, 1, 2]);

@@ -1,4 +1,4 @@
-//! What `s4w` says, where, and what it does not let through.
+//! What `s4w` prints, where, and what it does not let through to the terminal.
 
 #![cfg(unix)]
 
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use s4weights::store::{CheckpointStore, SaveOptions, StoreOptions};
 use s4weights::{Contents, DType, Target, TensorSource, WriteOptions, Writer};
 
-/// Clears the screen, rings, turns the direction of writing, and begins a line.
+/// Clears the screen, rings, reverses the direction of writing, and begins a line.
 const EVIL: &str = "evil\u{1b}[2J\u{9b}31m\u{7}\u{202e}\nDAMAGED   step 7";
 
 fn s4w(arguments: &[&str]) -> Command {

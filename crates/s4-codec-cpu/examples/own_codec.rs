@@ -1,7 +1,7 @@
-//! A codec of one's own: run lengths, under an id for private experiments.
+//! A custom codec: run lengths, under an id for private experiments.
 //!
-//! [`Runs`] is all that an embedder writes: a bitstream, its encoder and its decoder. The conformance suite
-//! then holds it to the contract, and a registry makes it known to an engine
+//! [`Runs`] is all that an embedder writes: a bitstream, its encoder and its decoder. The
+//! conformance suite checks it against the contract, and a registry makes it known to an engine
 //! (`s4_engine::CpuEngine::with_codecs`).
 
 use s4_codec_cpu::testing::{Side, conformance};

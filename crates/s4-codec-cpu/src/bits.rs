@@ -97,8 +97,8 @@ impl Codec for Bits {
     }
 }
 
-/// Packs groups of 8 values into `dst` (`width` bytes each); returns the OR of all groups, for
-/// the caller to see whether every value fitted.
+/// Packs groups of 8 values into `dst` (`width` bytes each); returns the OR of all groups, from
+/// which the caller can see whether every value fitted.
 fn pack(simd: Simd, width: u8, groups: &[[u8; 8]], dst: &mut [u8]) -> u64 {
     #[cfg(target_arch = "x86_64")]
     if matches!(simd, Simd::Avx2 | Simd::Avx512) {
@@ -125,8 +125,8 @@ fn unpack(simd: Simd, width: u8, src: &[u8], groups: &mut [[u8; 8]]) {
     });
 }
 
-/// [`pack`] with the packing of one group left open. Whole words are written where 8 bytes are
-/// left: what they write too much is overwritten by the next group.
+/// [`pack`], with `gather` to pack one group. Where 8 bytes are left, whole words are written: the
+/// next group overwrites their excess bytes.
 #[inline(always)]
 fn pack_with(width: u8, groups: &[[u8; 8]], dst: &mut [u8], gather: impl Fn(u64) -> u64) -> u64 {
     let width = usize::from(width);
@@ -144,7 +144,7 @@ fn pack_with(width: u8, groups: &[[u8; 8]], dst: &mut [u8], gather: impl Fn(u64)
     all
 }
 
-/// [`unpack`] with the unpacking of one group left open.
+/// [`unpack`], with `scatter` to unpack one group.
 #[inline(always)]
 fn unpack_with(width: u8, src: &[u8], groups: &mut [[u8; 8]], scatter: impl Fn(u64) -> u64) {
     let width = usize::from(width);

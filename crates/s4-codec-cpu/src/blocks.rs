@@ -16,7 +16,7 @@ pub const BLOCK: usize = 1 << 16;
 /// Every block starts at a multiple of this from the start of the stream.
 pub const ALIGN: usize = 16;
 
-/// Bytes of a table of `blocks` sizes, filled up to where the first block starts.
+/// Bytes of a table of `blocks` sizes, with padding up to where the first block starts.
 pub fn table_len(blocks: usize) -> usize {
     (4 * blocks).next_multiple_of(ALIGN)
 }
@@ -54,7 +54,7 @@ impl<'a> Blocks<'a> {
             Some(gap) if gap.iter().any(|&b| b != 0) => Err(Error::corrupt("gap not zero")),
             Some(_) => Ok(()),
         };
-        // 4 bytes of table for each block of at least one byte: `len` bounds this, and it fits.
+        // No overflow: the table takes 4 bytes for each block, of which there are at most `len`.
         let mut at = table_len(count);
         gap(4 * count..at)?;
         let blocks = Self { src, len, block };
@@ -104,7 +104,7 @@ pub fn bound(len: usize, block: usize, bound: impl Fn(usize) -> usize) -> usize 
 /// which has at least `bound` bytes for it, and returns its size. Returns the size of the stream.
 ///
 /// # Errors
-/// `Limit` if `dst` is smaller than [`bound`] says; what `encode` says.
+/// `Limit` if `dst` is smaller than [`bound`] says; the errors of `encode`.
 pub fn write(
     src: &[u8],
     dst: &mut [u8],
@@ -141,20 +141,20 @@ pub(crate) fn read(
     Ok(())
 }
 
-/// A codec whose streams are blocks of [`BLOCK`] bytes, each coded by itself, without a parameter.
+/// A codec whose streams are blocks of [`BLOCK`] bytes, each coded separately, without a parameter.
 pub(crate) trait BlockCodec: Debug + Send + Sync {
     /// The bitstream's id.
     const ID: CodecId;
     /// What is kept from stream to stream, such as a library's contexts.
     type State: Any + Default + Send + Sync;
 
-    /// Bytes that a block of `len` bytes takes at most.
+    /// The most bytes that a block of `len` bytes takes.
     fn block_bound(len: usize) -> usize;
 
     /// Encodes a block into the start of `dst`, which has as many bytes as its bound says; returns its size.
     fn encode_block(&self, block: &[u8], dst: &mut [u8], state: &mut Self::State) -> Result<usize>;
 
-    /// Decodes a block, any bytes, into `dst`, which it fills.
+    /// Decodes a block, which may be any bytes, into `dst`, and fills it.
     fn decode_block(&self, block: &[u8], dst: &mut [u8], state: &mut Self::State) -> Result<()>;
 }
 
@@ -233,7 +233,7 @@ mod tests {
         for cut in 0..good.len() {
             assert!(Blocks::parse(&good[..cut], 25, 10).is_err(), "cut at {cut}");
         }
-        // (A size that is larger by less than the gap after the block is the codec's to refuse.)
+        // (If a size grows by less than the gap after the block, only the codec can refuse it.)
         for at in (0..16).chain(26..32).chain(42..48) {
             for byte in [0x80, 0xff] {
                 let mut bad = good.clone();

@@ -6,45 +6,45 @@ use s4_format::{CodecId, Error, Result};
 
 use crate::Workspace;
 
-/// What is known of a stream before its first symbol is decoded: an encoder may use it, and a decoder
-/// is given it besides the stream itself.
+/// What is known about a stream before its first symbol is decoded: an encoder may use it, and a
+/// decoder gets it in addition to the stream.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Context<'a> {
-    /// The 8-bit parameter that the stream's entry keeps: which form of the codec's bitstream it is.
+    /// The 8-bit parameter in the stream's entry, which selects a form of the codec's bitstream.
     pub param: u8,
-    /// Tables that the tensor's streams share, as they stand in its side data; empty if none.
+    /// Tables that the tensor's streams share, as stored in its side data; empty if none.
     pub tables: &'a [u8],
-    /// One context byte for each symbol of the stream, the number of its table; empty if all are 0.
+    /// One context byte for each symbol of the stream, the index of its table; empty if all are 0.
     pub contexts: &'a [u8],
 }
 
 impl Context<'_> {
-    /// A parameter, and neither tables nor contexts.
+    /// A context with a parameter, and neither tables nor contexts.
     pub fn of(param: u8) -> Self {
         Self { param, ..Self::default() }
     }
 }
 
-/// The symbols of a stream that is to be encoded, and what an encoder may do with them.
+/// The symbols to encode as one stream, and what an encoder may do with them.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Symbols<'a> {
     /// The symbols.
     pub bytes: &'a [u8],
-    /// What the decoder will be given too.
+    /// What the decoder will get as well.
     pub context: Context<'a>,
-    /// Whether the stream may hold tables of its own although the context has some. It does where
-    /// that makes it smaller.
+    /// Whether the stream may hold its own tables although the context has some, where that makes
+    /// it smaller.
     pub own_tables: bool,
-    /// The stream behind this one. A codec whose streams have room to spare may carry its end, which
-    /// need not be stored then.
+    /// The stream after this one. A codec whose streams have room to spare may carry the end of
+    /// that stream, which then need not be stored.
     pub behind: &'a [u8],
-    /// Whether nearly all symbols are expected to be alike, as those of small differences are: a sample
-    /// of them says little, and what a stream costs beside its symbols tells.
+    /// Whether nearly all symbols are expected to be the same, as with small differences. Then a
+    /// sample says little, and the fixed costs of a stream matter.
     pub sparse: bool,
 }
 
 impl<'a> Symbols<'a> {
-    /// Symbols for a stream by itself.
+    /// Symbols of a stream on its own.
     pub fn new(bytes: &'a [u8], context: Context<'a>) -> Self {
         Self { bytes, context, ..Self::default() }
     }
@@ -62,18 +62,18 @@ pub struct Encoded {
 }
 
 impl Encoded {
-    /// A stream of `len` bytes that carries nothing and stands by itself.
+    /// A stream of `len` bytes that carries nothing and refers to no shared tables.
     pub fn of(len: usize) -> Self {
         Self { len, carried: 0, shared: false }
     }
 }
 
-/// One bitstream. Two codecs with one id decode each other's output.
+/// One bitstream. Two codecs with the same id decode each other's output.
 ///
-/// A stream is coded by its codec, a parameter, tables, contexts and what it carries, and by nothing
-/// else: how hard an encoder tries (a level, vector instructions) is the value's own.
-/// Implementations do not allocate in proportion to the input, block, log, or know names; they are
-/// sync, and what they keep between calls is in the [`Workspace`].
+/// The codec, a parameter, tables, contexts and what is carried determine the form of a stream, and
+/// nothing else does: how hard an encoder tries (a level, vector instructions) is up to the value
+/// that implements this trait. Implementations do not allocate in proportion to the input, wait,
+/// log, or know names; they are sync, and keep state between calls only in the [`Workspace`].
 /// [`crate::testing::conformance`] checks the contract.
 pub trait Codec: Debug + Send + Sync {
     /// The bitstream's id.

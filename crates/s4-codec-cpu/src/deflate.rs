@@ -24,10 +24,10 @@ impl Default for Deflate {
     }
 }
 
-/// The library's states, which take longer to make than a block takes to code.
+/// The library's states, which take longer to create than a block takes to code.
 #[derive(Default)]
 pub(crate) struct States {
-    /// With its level.
+    /// The compressor, with its level.
     compress: Option<(u32, Compress)>,
     decompress: Option<Decompress>,
 }
@@ -48,7 +48,7 @@ impl BlockCodec for Deflate {
     const ID: CodecId = CodecId::DEFLATE;
     type State = States;
 
-    /// With room for what the library may write beyond storing them.
+    /// Stored bytes, and room for what the library may write beyond them.
     fn block_bound(len: usize) -> usize {
         128 + len + len / 8
     }

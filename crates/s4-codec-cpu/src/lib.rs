@@ -4,10 +4,10 @@
 //! bitstream, so everything here decodes what other implementations (a GPU kernel, a vendor's
 //! library) of the same id wrote. The bitstreams are specified in `docs/codecs`, one page each.
 //!
-//! What is deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state that
-//! outlives a call except the caller's [`Workspace`]. Decoders take any bytes and return the data or an
-//! error; nothing in a stream is used as a size before it is checked against the stream and the
-//! destination.
+//! What is deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state
+//! that outlives a call, except in the caller's [`Workspace`]. Decoders take any bytes and return
+//! the data or an error; nothing in a stream is used as a size before it is checked against the
+//! stream and the destination.
 
 mod bits;
 pub mod blocks;
@@ -40,9 +40,9 @@ pub use zstd::Zstd;
 /// Every codec of this crate, running on `simd` (which the machine must have; a set that it lacks
 /// is replaced by plain Rust, which gives the same bytes).
 ///
-/// This is the one list of them: engines look streams up by id. The values registered encode with the
-/// defaults of each codec: `zstd` at level 3, `gdeflate` without matches and `deflate` at level 6.
-/// Each writes and reads every parameter of its bitstream.
+/// This is the one list of them: engines look streams up by id. The registered values encode with
+/// the defaults of each codec: `zstd` at level 3, `deflate` at level 6 and `gdeflate` without
+/// matches. Each writes and reads every parameter of its bitstream.
 pub fn open_codecs(simd: Simd) -> Codecs {
     Codecs::empty()
         .with(Raw)

@@ -5,7 +5,8 @@ use snap::raw::{Decoder, Encoder, decompress_len, max_compress_len};
 
 use crate::blocks::BlockCodec;
 
-/// The library's states; that of the encoder has tables that take longer to make than a block takes to code.
+/// The library's states. The encoder's has tables that take longer to create than a block takes to
+/// code.
 #[derive(Default)]
 pub(crate) struct States {
     encoder: Option<Encoder>,

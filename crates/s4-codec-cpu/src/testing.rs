@@ -1,15 +1,15 @@
 //! The contract of [`Codec`] as a test suite for any implementation, also in other crates.
 //!
-//! What is deliberately absent: skips. A codec that refuses some data declares which, and must
-//! refuse exactly that. Every function panics when the contract is broken, so that it can be
-//! called from a test.
+//! What is deliberately absent: skips. A codec that refuses some data must declare which, and
+//! refuse exactly that. Every function panics when the contract is broken, so that it can be called
+//! from a test.
 
 use s4_format::{Error, Result};
 
 use crate::Workspace;
 use crate::codec::{Codec, Context, Encoded, Symbols};
 
-/// What an encoder and a decoder are both given in the suite.
+/// What both the encoder and the decoder get in the suite.
 #[derive(Debug, Clone, Copy)]
 pub struct Side<'a> {
     /// The parameter of the streams.
@@ -34,16 +34,18 @@ impl Side<'static> {
 ///   workspace was used for;
 /// - it refuses, as `Unsupported`, exactly the inputs for which `accepts` is false;
 /// - no output is longer than [`Codec::bound`], and a smaller `dst` is refused as `Limit`;
-/// - told that the symbols are sparse, it writes what is decoded to them too;
-/// - given tables and the choice, a stream that does not say that it refers to them does not;
-/// - given a stream behind, it carries the end of that, or nothing, and what it says is carried comes
-///   back; [`Codec::decode`] alone refuses a stream that carries something, as `Unsupported`;
+/// - if it is told that the symbols are sparse, its output still decodes to them;
+/// - given shared tables and the choice, a stream that is not reported as `shared` decodes without
+///   them;
+/// - given a following stream, it carries the end of that stream or nothing, and what it says it
+///   carries is decoded again; plain [`Codec::decode`] refuses a stream that carries something, as
+///   `Unsupported`;
 /// - a stream with any one bit flipped, cut anywhere, with bytes after it, with another parameter
 ///   or for another length gives an error or data, never a panic, and the same whatever `dst` held;
 /// - [`Codec::decode_carrying`] agrees with [`Codec::decode`]: the same data and nothing carried,
-///   or an error where that gives one, unless something is carried.
+///   or an error where [`Codec::decode`] gives one, unless something is carried.
 ///
-/// A codec that carries is to be run through [`carrying`] as well.
+/// A codec that carries must be run through [`carrying`] as well.
 ///
 /// # Panics
 /// If the codec breaks the contract.
@@ -57,7 +59,7 @@ pub fn conformance(codec: &dyn Codec, side: Side<'_>, accepts: impl Fn(&[u8]) ->
             Err(Error::Unsupported { what, .. }) => assert!(!accepts(&data), "{name}: {what}"),
             Err(error) => panic!("{name} of {} bytes: {error}", data.len()),
         }
-        // Of the long ones, the one that is most like what is coded.
+        // Of the long inputs, only the one that is most like real planes.
         if accepts(&data) && (data.len() < 10_000 || name == "skewed") {
             variants(codec, name, &symbols, &mut used);
         }
@@ -75,7 +77,7 @@ pub fn conformance(codec: &dyn Codec, side: Side<'_>, accepts: impl Fn(&[u8]) ->
     }
 }
 
-/// What else an encoder may be told.
+/// Tests the other settings that an encoder may get.
 fn variants(codec: &dyn Codec, name: &str, symbols: &Symbols<'_>, used: &mut Workspace) {
     let behind = noise(4096 + symbols.bytes.len() / 16, 11);
     for symbols in [
@@ -121,11 +123,11 @@ pub fn carrying(codec: &dyn Codec, side: Side<'_>) {
     }
 }
 
-/// Encodes and decodes symbols and compares, with fresh memory and with memory that was `used`; returns
-/// the stream, and what the encoder says of it.
+/// Encodes symbols, decodes them and compares, both with a fresh workspace and with `used`; returns
+/// the stream, and what the encoder says about it.
 ///
 /// # Errors
-/// What the encoder says.
+/// The encoder's error.
 ///
 /// # Panics
 /// If the codec breaks the contract.
@@ -176,11 +178,11 @@ pub fn round_trip(
     Ok((dst, encoded))
 }
 
-/// Decodes into two buffers that hold different bytes before and checks that the outcome is the
+/// Decodes into two buffers with different previous content and checks that the outcome is the
 /// same, and that [`Codec::decode_carrying`] agrees.
 ///
 /// # Errors
-/// What the decoder says.
+/// The decoder's error.
 ///
 /// # Panics
 /// If the outcome depends on what the buffer held.
@@ -203,11 +205,11 @@ pub fn decode(codec: &dyn Codec, ctx: Context<'_>, stream: &[u8], len: usize) ->
     Ok(zeros)
 }
 
-/// Decodes data and what the stream carries, twice into memory that holds different bytes before,
+/// Decodes data and what the stream carries, twice, into memory with different previous content,
 /// the second time with a workspace that was just used, and checks that the outcome is the same.
 ///
 /// # Errors
-/// What the decoder says.
+/// The decoder's error.
 ///
 /// # Panics
 /// If the outcome depends on what the memory held.
@@ -228,8 +230,8 @@ pub fn decode_carrying(
     first
 }
 
-/// Attempts to decode, given parameter, stream and length, every way in which the stream could be
-/// damaged that the suite knows. Whether it is noticed is not asked: that is what checksums are for.
+/// Calls `attempt` with parameter, stream and length for every kind of damage that the suite knows.
+/// Whether a decoder notices the damage does not matter: that is what checksums are for.
 fn damage(stream: &[u8], param: u8, len: usize, attempt: impl Fn(u8, &[u8], usize)) {
     let mut copy = stream.to_vec();
     for bit in 0..8 * stream.len() {
@@ -260,7 +262,7 @@ fn damage(stream: &[u8], param: u8, len: usize, attempt: impl Fn(u8, &[u8], usiz
     }
 }
 
-/// What encoders and decoders are given of a side.
+/// The context that encoders and decoders get for a side.
 fn context<'a>(side: Side<'a>, contexts: &'a [u8]) -> Context<'a> {
     Context { param: side.param, tables: side.tables, contexts }
 }
@@ -273,7 +275,7 @@ fn contexts(side: Side<'_>, len: usize) -> Vec<u8> {
     }
 }
 
-/// Bytes without a pattern, the same at every call.
+/// Pseudorandom bytes, the same at every call.
 fn noise(len: usize, seed: u64) -> Vec<u8> {
     let mut x = seed;
     let next = || {

@@ -11,7 +11,7 @@ use crate::codec::{Codec, Context, Encoded, Symbols, need};
 const ONE_FRAME: u8 = 0;
 
 /// Codec `zstd`: the stream is one Zstandard frame (RFC 8878) with its content size, or blocks of
-/// 64 KiB, each one frame: what a GPU reads and writes side by side. The parameter says which.
+/// 64 KiB, each one frame, which a GPU reads and writes in parallel. The parameter says which.
 #[derive(Debug, Clone, Copy)]
 pub struct Zstd {
     level: i32,

@@ -14,8 +14,8 @@ fn carry(len: usize, seed: u64) -> Vec<u8> {
     noise(bytes, seed).map(|x| (x >> 7) as u8).collect()
 }
 
-/// Encodes with every set of instructions, compares with plain Rust, decodes with every set what
-/// went in, and has it refused by a decoder that has no place for what is carried.
+/// Encodes with every set of instructions, compares with plain Rust, decodes with every set, and
+/// checks that a decoder without a place for the carry refuses the stream.
 fn check(tables: Tables<'_>, contexts: &[u8], carry: &[u8], symbols: &[u8]) -> Vec<u8> {
     let oracle = encode(Simd::Scalar, tables, contexts, carry, symbols);
     let shared = match tables.place {
@@ -75,12 +75,12 @@ fn the_smallest_and_the_largest_words_are_carried() {
         let list = own_table(precision, &symbols);
         let tables = Tables { list: &list, place: TablePlace::Inline };
         check(tables, &[], &[0xff; 192], &symbols);
-        // Zeros change nothing but the flag: without it the stream carries nothing.
+        // A carry of zeros changes only the flag: without it the stream carries nothing.
         let mut zeros = check(tables, &[], &[0; 192], &symbols);
         assert_eq!(zeros[7], 2);
         zeros[7] = 0;
         assert_eq!(zeros, encode(Simd::Scalar, tables, &[], &[], &symbols));
-        // Anything else is no such stream.
+        // With any other carry, a stream without the flag is refused.
         let mut one = [0; 192];
         one[191] = 1;
         let mut one = check(tables, &[], &one, &symbols);
@@ -167,7 +167,7 @@ fn damaged_streams_are_read_alike() {
             };
             let mut damaged = stream.clone();
             for x in noise(100, rarity) {
-                // Half of the damage is done to the head, where it is most varied.
+                // Half of the damage is done to the head, where it has the most varied effects.
                 let at = if x % 2 == 0 { x as usize % 64 } else { x as usize % stream.len() };
                 damaged[at] ^= 1 << (x >> 20 & 7);
                 read(&damaged);

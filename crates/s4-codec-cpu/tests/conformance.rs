@@ -83,7 +83,7 @@ fn rans_of_12_bits() {
     rans(Precision::P12);
 }
 
-/// Shared tables that fit none of the data: everything is written as escapes of frequency 1.
+/// Shared tables that fit none of the data: all symbols are escapes, of frequency 1.
 fn misfits(precision: Precision, count: usize) -> Vec<u8> {
     let mut counts = Counts::new();
     counts.add_symbol(99, 100_000);

@@ -1,4 +1,5 @@
-//! GDeflate against another implementation, both ways, and against bytes that are no pages.
+//! GDeflate against another implementation, in both directions, and against bytes that are not
+//! pages.
 
 #[path = "common/data.rs"]
 mod data;
@@ -75,8 +76,8 @@ fn decode(stream: &[u8], len: usize) -> s4_format::Result<Vec<u8>> {
     Gdeflate::default().decode(Context::default(), stream, &mut dst, &mut work).map(|()| dst)
 }
 
-/// The other implementation's answer, which reads past the end of some bad pages: it is given zeros
-/// to read there.
+/// The other implementation's output. It reads past the end of some bad pages, so zeros follow the
+/// page.
 fn decode_elsewhere(page: &[u8], len: usize) -> Vec<u8> {
     let mut bytes = page.to_vec();
     bytes.resize(page.len() + 300_000, 0);
@@ -166,7 +167,7 @@ proptest! {
         first in 0u8..8,
         len in 1usize..3000,
     ) {
-        // The first bits say which kind of block it is: all of them often enough.
+        // The first bits select the kind of block; each kind must occur often enough.
         let mut page = page;
         page[0] = page[0] & !7 | first;
         if let Ok(read) = decode(&framed(&page), len) {

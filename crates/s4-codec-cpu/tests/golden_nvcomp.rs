@@ -35,7 +35,7 @@ fn streams_of_nvcomp_are_read() {
                 Ok(()) => assert!(&read == plane, "{writer}, {plane_name}: other bytes"),
                 Err(error) => panic!("{writer}, {plane_name}: {error}"),
             }
-            // Each byte of the stream counts: none may be missing, none may follow.
+            // Each byte of the stream counts: none may be missing, and none may follow.
             for cut in [1, 2, 4, 100] {
                 let short = &stream[..stream.len() - cut];
                 assert!(codec.decode(ctx, short, &mut read, &mut work).is_err());

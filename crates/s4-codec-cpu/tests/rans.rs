@@ -107,7 +107,7 @@ fn contexts_pick_tables() {
             let symbols: Vec<u8> =
                 contexts.iter().enumerate().map(|(i, &c)| streams[usize::from(c)][i]).collect();
 
-            // Tables of its own, one for each context.
+            // The stream's own tables, one for each context.
             let (codec, param) = (Rans::new(Simd::detect()), precision.bits() as u8);
             let ctx = Context { param, tables: &[], contexts: &contexts };
             let mut dst = vec![0; codec.bound(param, len)];
@@ -116,7 +116,7 @@ fn contexts_pick_tables() {
             let own = &dst[..encoded.len];
             assert_eq!(decode(Simd::Scalar, precision, ctx, own, len).unwrap(), symbols);
 
-            // Shared ones, which must be better than one for all.
+            // Shared tables, which must be better than one table for all symbols.
             let mut counts = vec![Counts::new(); 4];
             for (&symbol, &c) in symbols.iter().zip(&contexts) {
                 counts[usize::from(c)].add_symbol(symbol, 1);
@@ -146,13 +146,13 @@ fn contexts_pick_tables() {
     }
 }
 
-/// A stream with segments of another size, put together from streams of one segment.
-/// Of 16 tables each escapes other symbols, and one none: no byte stands for an escape in all of them.
+/// Each of 16 tables escapes different symbols, and one escapes none: no byte can stand for an
+/// escape in all of them.
 #[test]
 fn each_of_many_tables_has_escapes_of_its_own() {
     const TABLES: u8 = 16;
     let holds = |table: u8, symbol: u8| table == 0 || symbol % TABLES != table;
-    // In the last case the first table has an escape too, and every byte as a symbol.
+    // In the last case the first table has both an escape and every byte as a symbol.
     for (precision, freq) in [(Precision::P8, 1), (Precision::P12, 16), (Precision::P12, 15)] {
         let table = |t| {
             let symbols = (0..=255).filter(|s| holds(t, *s));
@@ -165,7 +165,7 @@ fn each_of_many_tables_has_escapes_of_its_own() {
         let param = precision.bits() as u8;
         for len in [1, 256, 5000, 40_000] {
             let contexts: Vec<u8> = noise(len, 3).map(|x| x as u8 % TABLES).collect();
-            // Nearly all that escape are made symbols of their tables.
+            // Nearly all symbols that would escape are replaced by symbols of their tables.
             let pick = |(x, &t): (u64, &u8)| {
                 let (symbol, rare) = (x as u8, x >> 8 & 127 == 0);
                 if rare || holds(t, symbol) { symbol } else { symbol ^ 1 }
@@ -184,13 +184,14 @@ fn each_of_many_tables_has_escapes_of_its_own() {
     }
 }
 
+/// A stream with segments of another size, put together from streams of one segment.
 fn with_segments(log2: u8, tables: Tables<'_>, carry: &[u8], symbols: &[u8]) -> Vec<u8> {
     let mut carries = carry.chunks(64);
     let part = |part| encode(Simd::Scalar, tables, &[], carries.next().unwrap_or_default(), part);
     let parts: Vec<_> = symbols.chunks(1 << log2).map(part).collect();
     let mut stream = (symbols.len() as u32).to_le_bytes().to_vec();
     stream.extend([5, log2, 1, parts[0][7]]);
-    // Of a part with shared tables: 8 bytes of header, 2 of the count, 2 of padding.
+    // A part with shared tables has 8 bytes of header, 2 of the count, 2 of padding.
     parts.iter().for_each(|part| stream.extend(&part[8..10]));
     for part in &parts {
         stream.resize(stream.len().next_multiple_of(4), 0);
@@ -262,7 +263,7 @@ fn headers_that_the_specification_does_not_have_are_unsupported() {
         for value in 0..=255 {
             let mut changed = stream.clone();
             changed[at] = value;
-            // One segment is the same whatever the size of a whole one.
+            // A single segment is the same whatever the size of a full one.
             let valid = [value == 5, (12..=15).contains(&value), value < 4][at.min(6) - 4];
             let mut dst = vec![0; symbols.len()];
             let mut carry = Vec::new();
@@ -287,7 +288,7 @@ fn damaged_streams_are_read_alike() {
         let tables = Tables { list: &[own], place: TablePlace::Inline };
         let mut stream = encode(Simd::Scalar, tables, &[], &[], &symbols);
         for x in noise(150, rarity) {
-            // Half of the damage is done to the head, where it is most varied.
+            // Half of the damage is done to the head, where it has the most varied effects.
             let at = if x % 2 == 0 { x as usize % 64 } else { x as usize % stream.len() };
             let byte = stream[at];
             stream[at] ^= 1 << (x >> 20 & 7);

@@ -1,11 +1,11 @@
-//! What is handed to the kernels: the structures and sizes of `kernels/abi.h`, field by field.
+//! What the kernels are given: the structures and sizes of `kernels/abi.h`, field by field.
 //!
 //! Addresses are those of device memory unless a field says otherwise.
 
 use bytemuck::{Pod, Zeroable};
 use s4_codec_cpu::rans::Table;
 
-/// The header that host and kernels share: the one place where its numbers stand.
+/// The header that host and kernels share: the single source of its numbers.
 const HEADER: &[u8] = include_bytes!("../kernels/abi.h");
 
 /// The number that the header gives a name: `name = 12`, or `name = 1u << 4`.
@@ -42,35 +42,35 @@ const fn number(text: &[u8], mut at: usize) -> (u64, usize) {
     (value, if text[at] == b'u' { at + 1 } else { at })
 }
 
-/// Most planes of a layout.
+/// The most planes of a layout.
 pub const MAX_PLANES: usize = header("kMaxPlanes") as usize;
-/// Most inputs of a chunk.
+/// The most inputs of a chunk.
 pub const MAX_INPUTS: usize = header("kMaxInputs") as usize;
-/// Which of a chunk's inputs the parent's values are.
+/// Index of the parent's values among a chunk's inputs.
 pub const PARENT: usize = header("kParent") as usize;
-/// Which one [`Offsets`] are, with those of the rows behind them.
+/// Index of [`Offsets`], with the offsets of the rows after them.
 pub const OFFSETS: usize = header("kOffsets") as usize;
-/// Which one the offsets of columns are.
+/// Index of the offsets of columns.
 pub const COLUMNS: usize = header("kColumns") as usize;
-/// Of [`Route::Update`]: which one the first moment's values are.
+/// For [`Route::Update`], index of the first moment's values.
 pub const FIRST: usize = header("kFirst") as usize;
-/// Those of the second.
+/// Index of the second moment's values.
 pub const SECOND: usize = header("kSecond") as usize;
-/// And how both become contexts: [`Update`].
+/// Index of [`Update`]: how both become contexts.
 pub const UPDATE: usize = header("kUpdate") as usize;
-/// Most tables of a stream.
+/// The most tables of a stream.
 pub const MAX_TABLES: usize = header("kMaxTables") as usize;
-/// Most values of a chunk that the fused kernels encode, of 2 and of 4 bytes.
+/// The most values of a chunk that the fused kernels encode, of 2 and of 4 bytes.
 pub const FUSED_VALUES: [u64; 2] = [header("kFusedValues2"), header("kFusedValues4")];
-/// Most values of a chunk that the fused kernels decode.
+/// The most values of a chunk that the fused kernels decode.
 pub const FUSED_DECODE_VALUES: u64 = header("kFusedDecodeValues");
-/// Most bytes of values of a chunk that the kernels encode.
+/// The most bytes of values of a chunk that the kernels encode.
 pub const MAX_ENCODE_BYTES: u64 = header("kMaxPlaneBytes");
-/// Most bytes of values of a chunk that the kernels decode.
+/// The most bytes of values of a chunk that the kernels decode.
 pub const MAX_DECODE_BYTES: u64 = header("kMaxDecodeBytes");
-/// Bytes that a block copies of one [`CopySpan`] in good time; longer ones are cut.
+/// Bytes of a [`CopySpan`] that a thread block copies in good time; longer ones are split.
 pub const COPY_SPAN_BYTES: u64 = 256 << 10;
-/// Bytes that a warp copies of a row of [`CopyRows`] in good time.
+/// Bytes of a row of [`CopyRows`] that a warp copies in good time.
 pub const COPY_ROW_BYTES: u64 = 4 << 10;
 
 const FUSED_SCRATCH: [u64; 2] = [header("kFusedScratch2"), header("kFusedScratch4")];
@@ -89,13 +89,13 @@ pub(crate) mod threads {
     pub(crate) const COPY: u32 = header("kCopyThreads") as u32;
 }
 
-/// `Status`: what the kernels say of a chunk.
+/// `Status`: what the kernels report of a chunk.
 pub mod status {
     use super::header;
 
     /// Nothing is wrong.
     pub const OK: u32 = header("kOk") as u32;
-    /// Streams that are no streams.
+    /// A stream is not valid.
     pub const CORRUPT: u32 = header("kCorrupt") as u32;
     /// Not for these kernels.
     pub const UNSUPPORTED: u32 = header("kUnsupported") as u32;
@@ -103,21 +103,21 @@ pub mod status {
     pub const FRAME_CHECKSUM: u32 = header("kFrameChecksum") as u32;
     /// The decoded values are not those that were encoded.
     pub const VALUE_CHECKSUM: u32 = header("kValueChecksum") as u32;
-    /// The frame passes the capacity.
+    /// The frame exceeds the capacity.
     pub const NO_ROOM: u32 = header("kNoRoom") as u32;
 }
 
-/// [`EncodeChunk::flags`], fused routes: raw planes go into scratch memory while values are encoded, and
-/// are copied by the gather; takes `n * (width - 1)` bytes more of it, rounded up to 32.
+/// [`EncodeChunk::flags`], fused routes: raw planes go into scratch memory while values are encoded, and the gather
+/// copies them from there. It takes `n * (width - 1)` more bytes of scratch, rounded up to 32.
 pub const KEEP_PLANES: u32 = header("kKeepPlanes") as u32;
 
-/// `Coding`: how a plane is to be coded.
+/// `Coding`: how to code a plane.
 pub mod coding {
     use super::header;
 
-    /// As it is.
+    /// Raw.
     pub const RAW: u8 = header("kCodeRaw") as u8;
-    /// Codec `bits`, 7 bits a value.
+    /// Codec `bits`, 7 bits for each value.
     pub const BITS7: u8 = header("kCodeBits7") as u8;
     /// rANS, P = 8.
     pub const RANS8: u8 = header("kCodeRans8") as u8;
@@ -129,23 +129,23 @@ pub mod coding {
 pub mod prediction {
     use super::header;
 
-    /// Nothing: values are stored by themselves.
+    /// Nothing: values are stored without a prediction.
     pub const NOTHING: u8 = header("kPredictNothing") as u8;
     /// The values of input [`PARENT`](super::PARENT).
     pub const INPUT: u8 = header("kPredictInput") as u8;
-    /// Those, of fp32, rounded to bf16.
+    /// Those values, which are fp32, rounded to bf16.
     pub const BF16: u8 = header("kPredictBf16") as u8;
-    /// Those, of fp32, rounded to fp16.
+    /// Those values, which are fp32, rounded to fp16.
     pub const F16: u8 = header("kPredictF16") as u8;
     /// The sums of the offsets of rows and columns.
     pub const OFFSETS: u8 = header("kPredictOffsets") as u8;
-    /// Those, and a share of the magnitudes of input [`PARENT`](super::PARENT).
+    /// These sums, with a share of the magnitudes of input [`PARENT`](super::PARENT).
     pub const BLEND: u8 = header("kPredictBlend") as u8;
 }
 
 /// Contexts by the exponent of the input's values, as descriptors name them.
 pub const CONTEXTS_EXPONENT: u8 = header("kContextsExponent") as u8;
-/// Contexts by the optimizer's update, of [`Route::Update`].
+/// Contexts by the optimizer's update, for [`Route::Update`].
 pub const CONTEXTS_UPDATE: u8 = header("kContextsUpdate") as u8;
 
 /// Types of floats.
@@ -160,37 +160,37 @@ pub mod float {
     pub const F32: u8 = header("kFloat32") as u8;
 }
 
-/// How updates become classes, and of which types weights and moments are.
+/// How updates become classes, and the types of weights and moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Update {
-    /// No update counts as smaller.
+    /// Smaller updates count as this.
     pub floor: i16,
-    /// What is added before classes are counted.
+    /// Added before classes are counted.
     pub offset: i16,
     /// [`float`] of the weights.
     pub weight: u8,
-    /// Those of the first moment and of the second.
+    /// Those of the first and second moment.
     pub moments: [u8; 2],
-    /// Planes that have no contexts, as bits: for an encoder.
+    /// For an encoder, a bit mask of planes that have no contexts.
     pub one_table: u8,
 }
 
-/// What the offsets of rows and columns are added to; those of the chunk's rows follow, 2 bytes each.
+/// What the offsets of rows and columns are added to. Those of the chunk's rows follow, 2 bytes each.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct Offsets {
     /// The number that they are added to.
     pub base: u64,
-    /// Index of the chunk's first value, from the first of these rows on.
+    /// Index of the chunk's first value, counted from the start of the first of these rows.
     pub first: u64,
-    /// Bits that the sum of both is shifted by, below those of a value.
+    /// Bits that the sum of both is shifted by, fewer than a value has.
     pub shift: u32,
-    /// Rows that follow.
+    /// Number of rows that follow.
     pub rows: u32,
     /// Values in a row.
     pub cols: u32,
-    /// 256ths of the parent's magnitude, of [`prediction::BLEND`].
+    /// Share of the parent's magnitude in 256ths, for [`prediction::BLEND`].
     pub share: u32,
 }
 
@@ -233,14 +233,14 @@ impl From<&Table> for SharedTable {
 pub struct TableSet {
     /// Address of the first [`SharedTable`].
     pub at: u64,
-    /// How many there are, one after the other: at most 16.
+    /// Number of tables, which lie one after the other: at most 16.
     pub count: u32,
     /// Zero.
     pub reserved: u32,
 }
 
 impl TableSet {
-    /// The sets of planes that have so many tables each, which lie at an address one after the other.
+    /// The sets of planes that have `counts` tables each, which lie one after the other from address `at` on.
     pub fn of_counts(at: u64, counts: &[u32; MAX_PLANES]) -> [Self; MAX_PLANES] {
         let mut next = at;
         counts.map(|count| {
@@ -251,7 +251,7 @@ impl TableSet {
     }
 }
 
-/// The inputs of a chunk that has none but the parent's values, by their address; 0: not even these.
+/// The inputs of a chunk that has only its parent's values, at address `at`; 0: it has none.
 pub fn parent_input(at: u64) -> [u64; MAX_INPUTS] {
     let mut inputs = [0; MAX_INPUTS];
     inputs[PARENT] = at;
@@ -266,13 +266,13 @@ pub struct EncodeChunk {
     pub values: u64,
     /// Address of the chunk's own scratch, a multiple of 16; [`encode_scratch`] bytes.
     pub scratch: u64,
-    /// Values, at least 1.
+    /// Number of values, at least 1.
     pub n: u32,
     /// Bytes of a value.
     pub width: u8,
-    /// Number of the layout.
+    /// Id of the layout.
     pub layout: u8,
-    /// Number of the residual.
+    /// Id of the residual.
     pub residual: u8,
     /// 0, [`CONTEXTS_EXPONENT`] or [`CONTEXTS_UPDATE`].
     pub contexts: u8,
@@ -284,7 +284,7 @@ pub struct EncodeChunk {
     pub prediction: u8,
     /// 1: planes are counted and cut as those of differences from a parent, for [`Route::Predicted`].
     pub sparse: u8,
-    /// Exponent of class 0, and the shift of what is below it, of contexts.
+    /// Exponent of class 0, and the shift of exponents below it, for contexts.
     pub class: [u8; 2],
     /// Addresses of what the values are predicted from; see [`PARENT`], [`OFFSETS`], [`COLUMNS`], [`FIRST`], [`SECOND`],
     /// [`UPDATE`].
@@ -301,7 +301,7 @@ pub struct EncodeChunk {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct ResultStream {
-    /// Number of the codec.
+    /// Id of the codec.
     pub codec: u8,
     /// Its parameter.
     pub param: u8,
@@ -311,7 +311,7 @@ pub struct ResultStream {
     pub len: u32,
 }
 
-/// What a chunk became.
+/// The result of encoding a chunk.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct EncodeResult {
@@ -345,7 +345,7 @@ pub struct DecodeStream {
     pub offset: u32,
     /// Its bytes there.
     pub len: u32,
-    /// Number of the codec.
+    /// Id of the codec.
     pub codec: u8,
     /// Its parameter.
     pub param: u8,
@@ -365,13 +365,13 @@ pub struct DecodeChunk {
     pub scratch: u64,
     /// Bytes of the frame.
     pub frame_len: u32,
-    /// Values, at least 1.
+    /// Number of values, at least 1.
     pub n: u32,
     /// Bytes of a value.
     pub width: u8,
-    /// Number of the layout.
+    /// Id of the layout.
     pub layout: u8,
-    /// Number of the residual.
+    /// Id of the residual.
     pub residual: u8,
     /// 1: the frame is the values.
     pub plain: u8,
@@ -411,11 +411,11 @@ pub struct CopySpan {
     pub from: u64,
     /// Address of the destination.
     pub to: u64,
-    /// How many; see [`COPY_SPAN_BYTES`].
+    /// Number of bytes; see [`COPY_SPAN_BYTES`].
     pub len: u64,
 }
 
-/// Rows of bytes to copy, evenly spaced, to one behind the other.
+/// Evenly spaced rows of bytes to copy, which end up one after the other.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct CopyRows {
@@ -423,11 +423,11 @@ pub struct CopyRows {
     pub from: u64,
     /// Address of the destination.
     pub to: u64,
-    /// Bytes of a row: at most [`COPY_ROW_BYTES`], or the copy takes its time.
+    /// Bytes of a row: with more than [`COPY_ROW_BYTES`] the copy is slow.
     pub len: u64,
-    /// How far each row starts behind the one before.
+    /// Bytes from the start of one row to the start of the next.
     pub step: u64,
-    /// How many rows: at most [`COPY_SPAN_BYTES`] in all.
+    /// Number of rows: at most [`COPY_SPAN_BYTES`] in all.
     pub count: u64,
 }
 
@@ -437,7 +437,7 @@ pub struct CopyRows {
 pub struct CrcSpan {
     /// Address.
     pub data: u64,
-    /// How many, below 2^32.
+    /// Number of bytes, below 2^32.
     pub len: u64,
 }
 
@@ -456,14 +456,14 @@ const _: () = {
     assert!(size_of::<CrcSpan>() == 16);
 };
 
-/// Which kernels a chunk is for. A batch is sorted by it.
+/// Which kernels a chunk is for. Batches are sorted by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Route {
-    /// Layout `fields` of 2-byte values, exponents by rANS with P = 8, the rest as it is.
+    /// Layout `fields` of 2-byte values, exponents by rANS with P = 8, the rest raw.
     Fused2,
-    /// The same of 4-byte values.
+    /// The same for 4-byte values.
     Fused4,
-    /// Other layouts and codings. Decoding a difference from a parent, too.
+    /// Other layouts and codings; also decoding a difference from a parent.
     Composed,
     /// Any prediction, any residual but `descent`, contexts by exponents.
     Predicted,

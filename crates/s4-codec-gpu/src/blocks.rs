@@ -21,7 +21,7 @@ pub struct CodedPlane {
     pub slot: u32,
     /// Number of blocks.
     pub blocks: u32,
-    /// Number of the codec.
+    /// Id of the codec.
     pub codec: u8,
     /// Its parameter.
     pub param: u8,
@@ -65,8 +65,8 @@ impl CodedBatch {
 }
 
 impl Stream {
-    /// Queues splitting the values of a batch into planes, as they are read by a library's codecs. Of
-    /// the batch only chunks, results and their number are used.
+    /// Queues splitting the values of a batch into planes for a library's codecs. Only `chunks`,
+    /// `results` and `count` of the batch are used.
     ///
     /// # Safety
     /// As [`Stream::encode`]; the sizes are those that `kernels/blocks.cuh` asks for.
@@ -80,8 +80,8 @@ impl Stream {
         unsafe { self.launch(k.split_planes, batch.count, threads::COMPOSED, &mut args) }
     }
 
-    /// Queues putting planes that were split, and what a library made of them, into frames, with their
-    /// checksums.
+    /// Queues building frames, with their checksums, from planes that were split and what a library
+    /// made of them.
     ///
     /// # Safety
     /// As [`Stream::split_planes`].
@@ -106,8 +106,8 @@ impl Stream {
         }
     }
 
-    /// Queues the check of frames alone: `count` [`DecodeChunk`](abi::DecodeChunk)s at `chunks`, into as
-    /// many `u32`s at `status`.
+    /// Queues only the check of frames: `count` [`DecodeChunk`](abi::DecodeChunk)s at `chunks`,
+    /// with the results in as many `u32`s at `status`.
     ///
     /// # Safety
     /// As [`Stream::encode`].
@@ -120,8 +120,8 @@ impl Stream {
         unsafe { self.launch(k.check_frames, count, threads::CRC, &mut [chunks, status]) }
     }
 
-    /// Queues the decoding of a batch whose frames the caller has checked, and the check of its values.
-    /// Chunks whose status is not zero before are left out.
+    /// Queues the decoding of a batch whose frames the caller has checked, and the check of its
+    /// values. Chunks whose status is nonzero already are skipped.
     ///
     /// # Safety
     /// As [`Stream::encode`].

@@ -1,4 +1,4 @@
-//! Finding CUDA, and the devices that it has.
+//! Finds CUDA and its devices.
 
 use std::sync::Arc;
 
@@ -7,8 +7,8 @@ use cudarc::driver::{result, sys};
 use crate::device::Device;
 use crate::error::{GpuError, On, Result, words};
 
-/// The oldest driver interface that is used: that of CUDA 12.0 (drivers r525 and later), which also
-/// reads the committed PTX.
+/// The oldest driver interface that is supported: that of CUDA 12.0 (drivers r525 and later), which
+/// also reads the committed PTX.
 const OLDEST_DRIVER: i32 = 12_000;
 
 /// A machine's CUDA driver.
@@ -23,7 +23,7 @@ pub struct Cuda {
 /// A device, as the driver describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its number: that of the framework, with the same `CUDA_VISIBLE_DEVICES`.
+    /// Its ordinal: the same as the framework's, with the same `CUDA_VISIBLE_DEVICES`.
     pub ordinal: u32,
     /// Its name.
     pub name: String,
@@ -31,7 +31,7 @@ pub struct DeviceInfo {
     pub memory: u64,
     /// Compute capability, major and minor.
     pub capability: (u32, u32),
-    /// Multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
 }
 
@@ -39,8 +39,8 @@ impl Cuda {
     /// Opens the driver and lists its devices. No context is made and no memory taken.
     ///
     /// # Errors
-    /// `Unavailable`, with the reason: no driver, a driver that is too old, no device. An ordinary
-    /// answer: work on the CPU then.
+    /// `Unavailable`, with the reason: no driver, a driver that is too old, no device. This is an
+    /// ordinary answer: work on the CPU then.
     pub fn discover() -> Result<Self> {
         let unavailable = |reason: String| GpuError::Unavailable { reason };
         // SAFETY: opens and closes the driver's library, whose initialisers are the vendor's own.
@@ -68,7 +68,7 @@ impl Cuda {
         Ok(Self { devices, driver })
     }
 
-    /// The devices, in the order of their numbers.
+    /// The devices, by ordinal.
     pub fn devices(&self) -> &[DeviceInfo] {
         &self.devices
     }
@@ -78,7 +78,7 @@ impl Cuda {
         ((self.driver / 1000).unsigned_abs(), (self.driver % 1000 / 10).unsigned_abs())
     }
 
-    /// The device whose context is current on the calling thread; without one the first.
+    /// The device whose context is current on the calling thread; the first one if there is none.
     pub fn current(&self) -> u32 {
         if !matches!(result::ctx::get_current(), Ok(Some(_))) {
             return 0;

@@ -12,7 +12,7 @@ use crate::kernels::Kernels;
 
 /// A device whose primary context is held, with the kernels loaded into it.
 ///
-/// Frameworks use the primary context too, so their pointers, streams and events are at home in it.
+/// Frameworks use the primary context too, so their pointers, streams and events belong to it.
 #[derive(Debug)]
 pub struct Device {
     info: DeviceInfo,
@@ -24,11 +24,11 @@ pub struct Device {
 
 // SAFETY: contexts, modules and functions are handles that the driver lets every thread use.
 unsafe impl Send for Device {}
-// SAFETY: as above; the driver synchronises calls by itself.
+// SAFETY: as above; the driver synchronises calls itself.
 unsafe impl Sync for Device {}
 
-/// While it lives, a device's context is the current one of this thread; then the one before it is
-/// again, so that a framework finds the thread as it left it.
+/// While this lives, a device's context is current on this thread. Dropping it restores the
+/// previous one, so that a framework finds the thread as it left it.
 #[derive(Debug)]
 pub struct Current<'a> {
     /// A context is current for one thread.
@@ -67,12 +67,12 @@ impl Device {
         Ok(Arc::new(device))
     }
 
-    /// Its number, name and size.
+    /// Its ordinal, name and size.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    /// Its number.
+    /// Its ordinal.
     pub fn ordinal(&self) -> u32 {
         self.info.ordinal
     }
@@ -81,7 +81,7 @@ impl Device {
         self.handle
     }
 
-    /// Whether it has virtual memory that is mapped by hand.
+    /// Whether it supports virtual memory that is mapped explicitly.
     pub(crate) fn maps_memory(&self) -> bool {
         self.maps
     }
@@ -94,8 +94,8 @@ impl Device {
         })
     }
 
-    /// Makes this device's context the current one of the calling thread, as long as the answer lives:
-    /// for what is called beside this crate, as [`GpuCodec`](crate::nvcomp::GpuCodec)s.
+    /// Makes this device's context current on the calling thread while the result lives: for calls that do not go
+    /// through this crate's streams, such as those of [`GpuCodec`](crate::nvcomp::GpuCodec)s.
     ///
     /// # Errors
     /// `Driver`.
@@ -116,11 +116,11 @@ impl Device {
         Ok((free as u64, total as u64))
     }
 
-    /// Checks that `bytes` bytes at `address` are memory of this device. Gives the addresses around them that
-    /// are, as far as that is known.
+    /// Checks that `bytes` bytes at `address` are memory of this device. Returns the range around
+    /// them that is known to be, too.
     ///
     /// # Errors
-    /// `Argument` if they are not: memory of the host, of another device, or too few.
+    /// `Argument` if they are not: memory of the host or of another device, or too little.
     pub fn check_pointer(&self, address: u64, bytes: u64) -> Result<Range<u64>> {
         if bytes == 0 {
             return Ok(address..address);
@@ -157,7 +157,7 @@ impl Device {
         if ordinal.unsigned_abs() != self.ordinal() {
             return bad("memory of another device than");
         }
-        // Memory mapped piece by piece reports the piece: there a range may continue after it.
+        // Memory mapped piece by piece reports only the piece: the range may continue after it.
         let end = start.saturating_add(size as u64);
         let own = address..address.saturating_add(bytes);
         if size == 0 {
@@ -173,11 +173,11 @@ impl Device {
         Ok(start..end)
     }
 
-    /// Checks ranges, each of an address and so many bytes, as [`Device::check_pointer`]: those that lie in what the
-    /// range before them was allocated in are not asked for again.
+    /// Checks ranges, each an address and a number of bytes, as [`Device::check_pointer`]. The
+    /// driver is not asked again for a range in the same allocation as the range before.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Device::check_pointer`].
     pub fn check_pointers(&self, ranges: impl IntoIterator<Item = (u64, u64)>) -> Result<()> {
         let mut known = 0..0;
         for (address, bytes) in ranges {
@@ -224,9 +224,9 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A stream of one's own, of the lowest priority: kernels of streams with a higher one go first. (The framework's
-    /// have the lowest, too, unless it is told otherwise.) It does not wait for the legacy default stream by itself;
-    /// [`Stream::wait_for`] does.
+    /// A stream of one's own, of the lowest priority: kernels of streams with a higher one go
+    /// first. (The framework's streams have the lowest, too, unless they are told otherwise.) It
+    /// does not wait for the legacy default stream unless [`Stream::wait_for`] says so.
     ///
     /// # Errors
     /// `Driver`.
@@ -240,8 +240,8 @@ impl Stream {
         Ok(Self { device: Arc::clone(device), handle, own: true })
     }
 
-    /// A stream of the framework, by its handle (`torch.cuda.current_stream().cuda_stream`; 0 is the
-    /// legacy default stream). It is not destroyed.
+    /// A stream of the framework, by its handle (`torch.cuda.current_stream().cuda_stream`; 0 is
+    /// the legacy default stream). Dropping this does not destroy it.
     ///
     /// # Safety
     /// The handle is a stream of this device's primary context, and stays one while this value and
@@ -259,12 +259,12 @@ impl Stream {
         self.handle
     }
 
-    /// Its `CUstream` as a number, for calls that take one: [`crate::nvcomp::GpuCodec`]'s, for one.
+    /// Its `CUstream` as a number, for calls that take one, such as those of [`crate::nvcomp::GpuCodec`].
     pub fn address(&self) -> u64 {
         self.handle as u64
     }
 
-    /// What is queued here from now on waits for all that `other` was given so far.
+    /// Makes what is queued here from now on wait for all work queued on `other` so far.
     ///
     /// # Errors
     /// `Driver`.
@@ -274,7 +274,7 @@ impl Stream {
         self.wait(&event)
     }
 
-    /// What is queued here from now on waits for an event.
+    /// Makes what is queued here from now on wait for an event.
     ///
     /// # Errors
     /// `Driver`.
@@ -347,7 +347,7 @@ impl Event {
         Ok(Self { device: Arc::clone(device), handle })
     }
 
-    /// Marks the end of what a stream was given so far.
+    /// Marks the end of the work queued on a stream so far.
     ///
     /// # Errors
     /// `Driver`.
@@ -369,7 +369,7 @@ impl Event {
         done.on(self.device.ordinal(), "finish the work on a stream")
     }
 
-    /// Whether the work before the event is done. An error shows where that is waited for.
+    /// Whether the work before the event is done. An error only shows when the event is waited for.
     pub fn is_done(&self) -> bool {
         let Ok(_current) = self.device.enter() else { return false };
         // SAFETY: the handle is alive.

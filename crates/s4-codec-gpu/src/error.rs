@@ -5,16 +5,16 @@ use cudarc::driver::{DriverError, sys};
 /// Errors of the CUDA handle.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GpuError {
-    /// There is no CUDA that can be used: work on the CPU.
+    /// There is no usable CUDA: work on the CPU.
     #[error("CUDA is not available: {reason}")]
     Unavailable {
         /// Why: no driver, too old a driver, no device.
         reason: String,
     },
-    /// The device does not have as much free memory: free some, or lower the budget.
+    /// The device does not have that much free memory: free some, or lower the budget.
     #[error("CUDA device {device} has no {bytes} bytes left for {what}")]
     OutOfMemory {
-        /// Number of the device.
+        /// Ordinal of the device.
         device: u32,
         /// Bytes that were asked for.
         bytes: u64,
@@ -34,14 +34,14 @@ pub enum GpuError {
     /// The driver refused a call, or an earlier kernel of this process failed.
     #[error("CUDA device {device}: cannot {action}: {reason}")]
     Driver {
-        /// Number of the device.
+        /// Ordinal of the device.
         device: u32,
         /// What was tried.
         action: &'static str,
         /// The driver's name for the error, and its text.
         reason: String,
     },
-    /// An argument does not fit.
+    /// An argument is not valid.
     #[error("{0}")]
     Argument(String),
 }

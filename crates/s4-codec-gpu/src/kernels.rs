@@ -12,8 +12,8 @@ use crate::error::{GpuError, On, Result};
 /// that keeps the driver's cache, and in each new container.
 const PTX: &str = include_str!("../kernels/s4.ptx");
 
-/// Machine code, by the oldest compute capability that runs it: it runs on what has the same first number, and no
-/// smaller second one.
+/// Machine code by compute capability: it runs on devices with the same major number and no smaller
+/// minor one.
 const CUBINS: [((u32, u32), &[u8]); 3] = [
     ((9, 0), include_bytes!("../kernels/s4.sm_90.cubin")),
     ((8, 9), include_bytes!("../kernels/s4.sm_89.cubin")),
@@ -48,7 +48,7 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
-    /// Loads the module into the current context, of a device of some compute capability.
+    /// Loads the module into the current context, which is of a device of this compute capability.
     pub(crate) fn load(device: u32, capability: (u32, u32)) -> Result<Self> {
         let runs = |least: (u32, u32)| least.0 == capability.0 && least.1 <= capability.1;
         let cubin = CUBINS.iter().find(|(least, _)| runs(*least)).map(|(_, cubin)| cubin);
@@ -90,7 +90,7 @@ impl Kernels {
         // Shared memory for the five blocks that its registers allow; the rest is L1 cache.
         let carveout =
             sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-        // SAFETY: a kernel of the module. It is a preference: what becomes of it does not matter.
+        // SAFETY: a kernel of the module. This is only a preference: the result does not matter.
         let _ = unsafe { sys::cuFuncSetAttribute(decode_fused[1], carveout, 20) };
         Ok(Self {
             module,
@@ -118,7 +118,7 @@ impl Kernels {
         })
     }
 
-    /// Takes the module out of the current context.
+    /// Unloads the module from the current context.
     pub(crate) fn unload(self) {
         // SAFETY: loaded in `load`; streams that could still use it hold the device, which calls this.
         let _ = unsafe { result::module::unload(self.module) };
@@ -162,7 +162,7 @@ const ROUTES: [Route; 6] = [
     Route::Residual,
 ];
 
-/// Bytes of a chunk's descriptor, and of what becomes of it.
+/// Bytes of a chunk's descriptor, and of its result.
 const ENCODE: (u64, u64) =
     (size_of::<crate::abi::EncodeChunk>() as u64, size_of::<crate::abi::EncodeResult>() as u64);
 const DECODE: (u64, u64) = (size_of::<crate::abi::DecodeChunk>() as u64, 4);
@@ -199,7 +199,7 @@ impl Stream {
         }
     }
 
-    /// Queues the first step of [`Stream::encode`] alone, which leaves each chunk's streams in its
+    /// Queues only the first step of [`Stream::encode`], which leaves each chunk's streams in its
     /// scratch memory: for benchmarks.
     ///
     /// # Safety
@@ -243,8 +243,8 @@ impl Stream {
         }
     }
 
-    /// Queues the decoding of a batch without comparing checksums: for benchmarks. Chunks whose status
-    /// is not zero before are left out.
+    /// Queues the decoding of a batch without comparing checksums: for benchmarks. Chunks whose
+    /// status is nonzero already are skipped.
     ///
     /// # Safety
     /// As [`Stream::encode`].
@@ -279,7 +279,7 @@ impl Stream {
         unsafe { self.launch(k.copy_spans, count, threads::COPY, &mut [spans]) }
     }
 
-    /// As [`Stream::copy_spans`], of `count` [`CopyRows`](crate::abi::CopyRows) at `rows`.
+    /// As [`Stream::copy_spans`], for `count` [`CopyRows`](crate::abi::CopyRows) at `rows`.
     ///
     /// # Safety
     /// As [`Stream::copy_spans`].
@@ -324,8 +324,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Launches a kernel. Every parameter is passed as 8 bytes: of an integer of 4 the driver takes the
-    /// first four, which on little-endian machines are the number.
+    /// Launches a kernel. Every parameter is passed as 8 bytes: for an integer of 4 bytes the
+    /// driver takes the first four, which hold its value on little-endian machines.
     ///
     /// # Safety
     /// `args` are the kernel's parameters.
@@ -367,9 +367,9 @@ fn route_threads(route: Route) -> u32 {
 mod tests {
     use super::PTX;
 
-    /// A block's shared memory starts where the driver's own ends, 1024 bytes in on the devices seen, and
-    /// a larger alignment is not kept: tables whose index is put into the address by an or align
-    /// themselves (`AlignedTable`). PTX made before that coded symbols from 128 on as escapes.
+    /// A block's shared memory starts after the driver's own, at byte 1024 on the devices seen, and a larger
+    /// alignment is not honoured. Tables whose index is ORed into the address therefore align themselves
+    /// (`AlignedTable`). PTX made before that coded symbols from 128 on as escapes.
     #[test]
     fn no_kernel_relies_on_the_alignment_of_shared_memory() {
         let mut shared = 0;

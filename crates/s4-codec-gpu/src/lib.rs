@@ -3,13 +3,14 @@
 //! - [`Cuda`] finds the driver and its devices at run time; where there is none it says why. A
 //!   [`Device`] is used on its primary context, a framework's [`Stream`]s are borrowed, [`Pool`]s hand
 //!   out scratch within a budget, [`Pinned`] memory is the host's end of copies.
-//! - `kernels/` holds the CUDA sources and what is compiled from them: machine code for generations 8 and 9 of
-//!   devices, and `s4.ptx`, which every driver of CUDA 12.0 and later translates for others. [`abi`] mirrors what `kernels/abi.h` says of calling them; a [`Stream`] queues
-//!   the encoding and decoding of batches of chunks, the same bytes as the CPU's.
+//! - `kernels/` holds the CUDA sources and what is compiled from them: machine code for generations
+//!   8 and 9 of devices, and `s4.ptx`, which every driver of CUDA 12.0 and later translates for
+//!   others. [`abi`] mirrors the interface in `kernels/abi.h`; a [`Stream`] queues the encoding and
+//!   decoding of batches of chunks, with the same bytes as the CPU's.
 //! - [`nvcomp`] has the codecs of nvCOMP.
 //!
-//! Everything builds without CUDA. What is deliberately absent: plans, tensors, how memory is divided
-//! among chunks (`s4-engine`).
+//! Everything builds without CUDA. Deliberately absent: plans, tensors, how memory is divided among
+//! chunks (`s4-engine`).
 
 pub mod abi;
 mod blocks;

@@ -1,4 +1,4 @@
-//! Device memory that is mapped at once.
+//! Device memory that is mapped in one piece.
 
 use std::sync::Arc;
 
@@ -7,31 +7,32 @@ use cudarc::driver::{DriverError, result, sys};
 use crate::device::{Device, Stream};
 use crate::error::{Result, allocation_failed};
 
-/// Less than this is allocated, and not mapped in whole pages: no more is to be taken from a device that has little left.
+/// Less than this is allocated, not mapped in whole pages: a device with little memory left should not lose more.
 const LARGE: u64 = 32 << 20;
 
-/// Device memory of its own, of no pool: it may be used as soon as it is there, by any stream.
+/// Device memory of its own, outside any pool: any stream may use it at once.
 ///
-/// Mapping gigabytes takes a fraction of a millisecond, where a memory pool grows in milliseconds. Giving them back does
-/// not wait for what the device does otherwise, as `cuMemFree` would.
+/// Mapping gigabytes takes a fraction of a millisecond, while growing a memory pool takes
+/// milliseconds. Giving them back does not wait for other work of the device, as `cuMemFree` would.
 #[derive(Debug)]
 pub struct DeviceMapping {
     stream: Arc<Stream>,
     address: u64,
     bytes: u64,
-    /// `None`: a plain allocation, of little, or of a device without virtual memory.
+    /// `None`: a plain allocation, because it is small or the device cannot map memory.
     mapped: Option<Mapped>,
 }
 
 #[derive(Debug)]
 struct Mapped {
     handle: sys::CUmemGenericAllocationHandle,
-    /// In whole pages.
+    /// Size in bytes, in whole pages.
     bytes: usize,
 }
 
 impl DeviceMapping {
-    /// Takes `bytes` bytes of the device of a stream. They go back once what was queued on the stream by then is done.
+    /// Takes `bytes` bytes of a stream's device. When dropped, they go back once the work queued on
+    /// the stream by then is done.
     ///
     /// # Errors
     /// `OutOfMemory`, `Driver`.
@@ -50,12 +51,12 @@ impl DeviceMapping {
         Ok(Self { stream: Arc::clone(stream), address, bytes, mapped })
     }
 
-    /// Where it starts: a multiple of 256.
+    /// Its address: a multiple of 256.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// Its size.
+    /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -64,7 +65,7 @@ impl DeviceMapping {
 impl Drop for DeviceMapping {
     fn drop(&mut self) {
         let Ok(_current) = self.stream.device().enter() else { return };
-        // SAFETY: a stream that is alive. An error is of a device that is gone, and its memory with it.
+        // SAFETY: the stream is alive. An error means that the device is gone, and its memory with it.
         if unsafe { result::stream::synchronize(self.stream.handle()) }.is_err() {
             return;
         }

@@ -12,8 +12,8 @@ use crate::pinned::Pinned;
 
 /// Scratch memory of one device, within a hard budget.
 ///
-/// Nothing of it is kept from, or taken from, what the framework allocates: it goes back to the device when a buffer is
-/// dropped.
+/// It holds back no memory from the framework and takes none of the framework's: a buffer goes back
+/// to the device when it is dropped.
 #[derive(Debug)]
 pub struct Pool {
     device: Arc<Device>,
@@ -29,7 +29,7 @@ impl Pool {
         Arc::new(Self { device: Arc::clone(device), budget, used, peak })
     }
 
-    /// The most bytes that are handed out at once.
+    /// The most bytes that may be handed out at once.
     pub fn budget(&self) -> u64 {
         self.budget
     }
@@ -44,7 +44,7 @@ impl Pool {
         self.peak.load(Ordering::Relaxed)
     }
 
-    /// Takes memory of the device that work on any stream may use from now on.
+    /// Takes device memory that work on any stream may use from now on.
     ///
     /// # Errors
     /// `Budget`, `OutOfMemory`, `Driver`; `Argument` for a stream of another device.
@@ -75,7 +75,7 @@ impl Pool {
     }
 }
 
-/// Device memory of a [`Pool`], which goes back once what was queued on its stream is done.
+/// Device memory of a [`Pool`], which goes back once the work queued on its stream is done.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     memory: DeviceMapping,
@@ -83,12 +83,12 @@ pub struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// Where it starts: a multiple of 256.
+    /// Its address: a multiple of 256.
     pub fn address(&self) -> u64 {
         self.memory.address()
     }
 
-    /// Its size.
+    /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes()
     }

@@ -15,7 +15,7 @@ pub struct Pinned {
     device: Arc<Device>,
     start: *mut u8,
     bytes: usize,
-    /// The pages, if they are the process's own, which the driver locked; `None`: the driver's.
+    /// The process's own pages, which the driver locked; `None`: memory that the driver allocated.
     #[cfg(target_os = "linux")]
     pages: Option<pages::Pages>,
 }
@@ -56,12 +56,12 @@ impl Pinned {
         })
     }
 
-    /// Its size.
+    /// Its size in bytes.
     pub fn len(&self) -> usize {
         self.bytes
     }
 
-    /// Where byte `at` is, for kernels too: with unified addressing one address serves both sides.
+    /// Address of byte `at`, for kernels too: with unified addressing one address serves both sides.
     ///
     /// # Panics
     /// If it is outside the memory.
@@ -70,7 +70,7 @@ impl Pinned {
         self.start as u64 + at as u64
     }
 
-    /// Never: it has at least a byte.
+    /// Never true: there is at least one byte.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
@@ -88,7 +88,7 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
     }
 
-    /// `len` bytes from `at` on, to be written.
+    /// `len` bytes from `at` on, for writing.
     ///
     /// # Safety
     /// No device and no other thread uses them while the slice lives.
@@ -120,8 +120,8 @@ impl Drop for Pinned {
     }
 }
 
-/// Pages of the process that the driver locks. It allocates and locks 1.6 GB in a second, where these are
-/// mapped, in large pages if the system has them, and locked at 5 to 9 GB/s (one H100, driver of CUDA 13).
+/// Pages of the process that the driver locks. The driver allocates and locks memory of its own at 1.6 GB/s. These
+/// pages are mapped, in large pages if the system has them, and locked at 5 to 9 GB/s (one H100, driver of CUDA 13).
 #[cfg(target_os = "linux")]
 mod pages {
     use std::ffi::c_void;
@@ -132,9 +132,9 @@ mod pages {
 
     use crate::device::Device;
 
-    /// Bytes of a large page. Less than that is the driver's to allocate.
+    /// Bytes of a large page. The driver allocates anything smaller.
     const LARGE: usize = 2 << 20;
-    /// Bytes that a thread fills with zeroes in the time that it takes to start some.
+    /// Bytes that a thread zeroes in the time that it takes to start some threads.
     const THREAD_BYTES: usize = 16 << 20;
     const MOST_THREADS: usize = 8;
 
@@ -147,8 +147,8 @@ mod pages {
     }
 
     impl Pages {
-        /// Locks pages for `bytes` bytes, zeroed, on the device whose context is current. `None`: the system or the
-        /// driver has none.
+        /// Locks pages for `bytes` bytes, zeroed, on the device whose context is current. `None` if
+        /// the system or the driver refuses.
         pub(super) fn new(bytes: usize) -> Option<Self> {
             if bytes < LARGE {
                 return None;
@@ -179,8 +179,8 @@ mod pages {
             self.start
         }
 
-        /// Has the system give the pages, large ones if it has any, by several threads: zeroing them is most of the
-        /// work. What it does not give here it gives, or refuses, when they are locked.
+        /// Makes the system provide the pages, large ones if it has any, on several threads: zeroing them is most of
+        /// the work. Pages that it does not provide here it provides, or refuses, when they are locked.
         fn fill(&self, len: usize) {
             let threads = (len / THREAD_BYTES).clamp(1, MOST_THREADS);
             let part = len.div_ceil(threads).next_multiple_of(LARGE);
@@ -232,7 +232,7 @@ mod pages {
 
         /// Unlocks and unmaps the pages, once copies that are in flight are done.
         pub(super) fn free(self, device: &Device) {
-            // Without a context nobody unlocks them: they stay.
+            // Without a context they cannot be unlocked: they stay.
             let Ok(_current) = device.enter() else { return };
             self.unlock();
             self.unmap();

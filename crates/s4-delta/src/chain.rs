@@ -12,7 +12,8 @@ use s4_format::Error;
 ///
 /// # Errors
 /// - `Corrupt` if a checkpoint is its own ancestor.
-/// - `Limit` if the chain has more than `max` checkpoints; no more than `max` are asked for.
+/// - `Limit` if the chain has more than `max` checkpoints; `parent` is called for no more than
+///   `max` of them.
 /// - What `parent` returns.
 pub fn chain<Id, E>(
     head: Id,
@@ -45,7 +46,7 @@ where
 mod tests {
     use super::*;
 
-    /// Parents of 0, 1, 2, ...
+    /// The chain of `head`, where `parents` lists the parents of 0, 1, 2, ...
     fn walk(head: usize, max: usize, parents: &[Option<usize>]) -> Result<Vec<usize>, Error> {
         chain(head, max, |id| {
             let missing = || Error::truncated(format!("no checkpoint {id}"));

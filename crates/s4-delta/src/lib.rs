@@ -6,7 +6,7 @@
 //! - [`policy`]: when the next checkpoint should be a base.
 //!
 //! What is deliberately absent: I/O (parents are slices and closures); the predictors, which are in
-//! `s4-predict`, and the choice among them, which is the engine's; roles and names of tensors; and
+//! `s4-predict`, and the choice among them, which the engine makes; roles and names of tensors; and
 //! checksums, which the engine checks after prediction is undone.
 #![forbid(unsafe_code)]
 

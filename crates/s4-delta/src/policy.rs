@@ -1,48 +1,50 @@
 //! When the next checkpoint should be a base, and otherwise which parent it gets.
 //!
-//! A delta is small but must be read together with its parents. These are the rules for ending a
-//! chain; all are plain arithmetic on a store's records of its listed checkpoints.
+//! A delta is small but must be read together with its parents. These rules say when to end a
+//! chain. They are plain arithmetic on a store's records of its listed checkpoints.
 
 use std::fmt;
 
 use crate::Tree;
 
-/// A checkpoint that is listed.
+/// The sizes of a listed checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointSize {
     /// Its number since the base ([`Tree`]): 0 for the base.
     pub number: u32,
-    /// Bytes that it takes where it is stored.
+    /// Bytes that it takes in the store.
     pub stored: u64,
     /// Bytes of its tensors' values.
     pub raw: u64,
 }
 
-/// What is known of the next checkpoint before it is written.
+/// What is known about the next checkpoint before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Next {
     /// Bytes of its tensors' values.
     pub raw: u64,
-    /// Bytes of those of them that are new, or of another dtype or shape than in the parent.
+    /// Bytes of the tensors that are new, or whose dtype or shape differs from the parent's.
     pub changed: u64,
 }
 
 /// The rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// How many checkpoints share a base, and what each is a delta of.
+    /// How many checkpoints share a base, and which of them is the parent of each.
     pub tree: Tree,
-    /// Deltas that are looked at to see whether they pay: the newest ones of the base.
+    /// How many of the base's newest deltas are checked for whether deltas still pay; 0 for no such
+    /// check.
     pub recent: usize,
-    /// A base if the recent deltas take, on average, this many parts in a thousand or more of what
-    /// a base takes.
+    /// A base is due if the recent deltas take, on average, at least this many thousandths of what
+    /// the base takes.
     pub not_paying: u64,
-    /// A base if this many parts in a thousand or more of the next checkpoint are new.
+    /// A base is due if at least this many thousandths of the next checkpoint's bytes are new or
+    /// changed.
     pub changed: u64,
 }
 
 impl Policy {
-    /// The rules with a tree of the caller's.
+    /// The default rules with the caller's tree.
     pub fn new(tree: Tree) -> Self {
         Self { tree, recent: 3, not_paying: 950, changed: 500 }
     }
@@ -55,7 +57,7 @@ pub enum Choice {
     Delta {
         /// Its number since the base.
         number: u32,
-        /// The place of its parent in the line.
+        /// Index of its parent in the `line` that was given.
         parent: usize,
     },
     /// A base, for a reason.
@@ -67,7 +69,7 @@ pub enum Choice {
 pub enum Reason {
     /// There is no checkpoint before.
     First,
-    /// As many checkpoints share the base as may.
+    /// The base already has as many checkpoints as may share it.
     Full,
     /// Recent deltas were hardly smaller than a base.
     NotPaying,
@@ -87,9 +89,9 @@ impl fmt::Display for Reason {
 }
 
 impl Policy {
-    /// What the next checkpoint should be. `line` is the checkpoint that it follows with all that
-    /// this one needs, the base first ([`crate::chain()`]); empty if there is none. `deltas` are those
-    /// of that base, from the oldest to the newest; more than [`Policy::recent`] are not looked at.
+    /// What the next checkpoint should be. `line` is the chain of the checkpoint that it follows,
+    /// base first ([`crate::chain()`]), or empty if there is none. `deltas` are the deltas of that
+    /// base, oldest first; only the last [`Policy::recent`] of them count.
     pub fn choose(&self, line: &[CheckpointSize], deltas: &[CheckpointSize], next: Next) -> Choice {
         let (Some(base), Some(last)) = (line.first(), line.last()) else {
             return Choice::Base(Reason::First);
@@ -109,7 +111,7 @@ impl Policy {
         Choice::Delta { number, parent }
     }
 
-    /// Compares sizes for each byte of values: the base may have had other tensors.
+    /// Compares stored bytes per byte of values, because the base may have had other tensors.
     fn no_longer_pay(&self, base: CheckpointSize, recent: &[CheckpointSize]) -> bool {
         let sum =
             |of: fn(&CheckpointSize) -> u64| recent.iter().map(|e| u128::from(of(e))).sum::<u128>();
@@ -122,7 +124,7 @@ impl Policy {
     }
 }
 
-/// Whether `part` is `thousandths` of `whole` or more; nothing of nothing is not.
+/// Whether `part` is at least `thousandths` of `whole`; false if `whole` is 0.
 fn at_least(part: u64, whole: u64, thousandths: u64) -> bool {
     whole > 0 && u128::from(part) * 1000 >= u128::from(whole) * u128::from(thousandths)
 }
@@ -144,7 +146,7 @@ mod tests {
             .collect()
     }
 
-    /// What follows checkpoints of these sizes, all of one base, the first.
+    /// The choice after checkpoints of these sizes, of which the first is the base of the others.
     fn after(policy: Policy, stored: &[u64], next: Next) -> Choice {
         let all = sizes(stored);
         let mut line = all[..1].to_vec();
@@ -184,9 +186,9 @@ mod tests {
         let p = policy();
         assert_eq!(after(p, &[700, 690, 690], SAME), delta(3, 0));
         assert_eq!(after(p, &[700, 690, 690, 690], SAME), Choice::Base(Reason::NotPaying));
-        // One of them does.
+        // One of the recent deltas still pays.
         assert_eq!(after(p, &[700, 690, 690, 300], SAME), delta(4, 0));
-        // Only the newest count, and sizes are compared for each byte of values.
+        // Only the newest deltas count, and sizes are compared per byte of values.
         assert_eq!(after(p, &[700, 690, 690, 690, 300], SAME), delta(5, 1));
         let mut grown = sizes(&[700, 690, 690, 690]);
         grown[1..].iter_mut().for_each(|e| e.raw = 2000);

@@ -3,7 +3,7 @@
 use s4_format::{Error, ResidualId, Result};
 use s4_planes::{Kernels, Width};
 
-/// How the difference between elements and their parent's is written.
+/// How the difference between elements and the parent's elements is written.
 ///
 /// ```
 /// use s4_delta::Residual;
@@ -26,8 +26,8 @@ pub enum Residual {
     Sub,
     /// The sign, and the zigzag-coded difference of the magnitudes: see [`Kernels::sub_magnitudes`].
     Magnitude,
-    /// As `Sub`. Where the first moment is positive the difference is negated besides, which is the caller's to do:
-    /// [`Kernels::negate_where_positive`].
+    /// As `Sub`, but negated where the first moment is positive. The negation is left to the
+    /// caller: [`Kernels::negate_where_positive`].
     Descent,
 }
 
@@ -42,14 +42,15 @@ impl Residual {
         }
     }
 
-    /// The residual with an id; `None` for [`ResidualId::ID`], which is no difference, and for others.
+    /// The residual with this id; `None` for [`ResidualId::ID`], which is not a difference, and for
+    /// unknown ids.
     pub fn from_id(id: ResidualId) -> Option<Self> {
         let all = [Self::Xor, Self::Sub, Self::Magnitude, Self::Descent];
         all.into_iter().find(|residual| residual.id() == id)
     }
 
-    /// Replaces the elements in `buf` by their differences from `parent`, the same elements of the
-    /// parent.
+    /// Replaces the elements in `buf` by their differences from `parent`, which holds the same
+    /// elements of the parent.
     ///
     /// # Errors
     /// As [`Residual::apply`].

@@ -1,27 +1,29 @@
 //! Which earlier checkpoint is the parent of a delta.
 //!
-//! The checkpoints that share a base are numbered: the base is 0, the next one 1, and so on. If each
-//! were a delta of the one before, restoring the last would decode all of them; if each were a delta
-//! of the base, it would soon be as large as one. Between the two, numbers are written in a radix `g`,
-//! and the parent of a checkpoint has its number with the lowest digit that is not 0 cleared. With
-//! 16 checkpoints and 2 hops, `g` is 4: 4, 8 and 12 are deltas of the base, 5, 6 and 7 of 4.
+//! The checkpoints that share a base are numbered: the base is 0, the next one 1, and so on. If
+//! each were a delta of the one before, restoring the last would decode all of them; if each were a
+//! delta of the base, deltas would soon be as large as a base. As a compromise, numbers are written
+//! in a radix `g`, and the parent's number is the checkpoint's own with the lowest nonzero digit
+//! cleared. With 16 checkpoints and 2 hops, `g` is 4: 4, 8 and 12 are deltas of the base, 5, 6 and
+//! 7 of 4.
 //!
-//! The parent of a number is always the number before it, or an ancestor of that one: a writer finds
-//! it in the chain of what it saved last.
+//! The parent of a number is always the number before it or an ancestor of that one, so a writer
+//! finds the parent in the chain of the checkpoint that it saved last.
 
 /// The rule for one number of checkpoints and one number of hops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tree {
     chain: u32,
     hops: u32,
-    /// 1: each is a delta of the one before.
+    /// 1 means that each checkpoint is a delta of the one before.
     radix: u32,
 }
 
 impl Tree {
-    /// At most `chain` checkpoints that share a base, itself counted, and at most `hops` steps from
-    /// any of them down to it. Neither is less than 1. With `hops` of `chain - 1` or more each is a
-    /// delta of the one before, with 1 of the base.
+    /// At most `chain` checkpoints share a base, which counts as one of them, and at most `hops`
+    /// hops lead from any of them down to it. Both are at least 1: 0 is taken as 1. With `hops` of
+    /// `chain - 1` or more, each checkpoint is a delta of the one before; with 1, each is a delta
+    /// of the base.
     pub fn new(chain: u32, hops: u32) -> Self {
         let (chain, hops) = (chain.max(1), hops.max(1));
         let reaches = |radix: &u32| u64::from(*radix).saturating_pow(hops) >= u64::from(chain);
@@ -33,18 +35,18 @@ impl Tree {
         Self { chain, hops, radix }
     }
 
-    /// Checkpoints that share a base, at most.
+    /// The most checkpoints that share a base, which counts as one of them.
     pub fn chain(&self) -> u32 {
         self.chain
     }
 
-    /// Steps from a checkpoint down to its base, at most.
+    /// The most hops from a checkpoint down to its base.
     pub fn hops(&self) -> u32 {
         self.hops
     }
 
-    /// The number that `number` is a delta of; `None` for a base: number 0, and any of `chain` or
-    /// more, where a new one is due.
+    /// The number that `number` is a delta of; `None` for a base: number 0, and any number from
+    /// `chain` on, where a new base is due.
     pub fn parent(&self, number: u32) -> Option<u32> {
         if number == 0 || number >= self.chain {
             return None;
@@ -53,7 +55,8 @@ impl Tree {
         Some(if self.radix == 1 { number - 1 } else { number - (u64::from(number) % place) as u32 })
     }
 
-    /// The greatest number that is a delta of `number`, if any is: its values are wanted until then.
+    /// The greatest number that is a delta of `number`, if there is one: until then the values of
+    /// `number` are still needed.
     pub fn last_child(&self, number: u32) -> Option<u32> {
         if number >= self.chain {
             return None;
@@ -63,7 +66,7 @@ impl Tree {
         if self.radix == 1 {
             return (left > 0).then(|| number + 1);
         }
-        // Children differ in one digit below the lowest that is not 0.
+        // A child differs from `number` in one digit, below the lowest nonzero digit.
         let mut place = match number {
             0 => self.powers().last().unwrap_or(1) * radix,
             _ => self.place(number),
@@ -78,33 +81,33 @@ impl Tree {
         None
     }
 
-    /// How many checkpoints' values are wanted at once, at most.
+    /// The most checkpoints whose values are needed at the same time, for deltas still to come.
     pub fn parents(&self) -> u32 {
         match (self.chain, self.radix) {
             (1, _) => 0,
             (_, 1) => 1,
-            // One for each digit.
+            // One for each digit of a number.
             _ => u32::try_from(self.powers().count()).unwrap_or(u32::MAX),
         }
     }
 
-    /// The values of the digits' places, of a radix of 2 or more.
+    /// The place values of the digits, for a radix of 2 or more.
     fn powers(&self) -> impl Iterator<Item = u64> {
         let (chain, radix) = (u64::from(self.chain), u64::from(self.radix));
         std::iter::successors(Some(1), move |p| Some(p * radix)).take_while(move |p| *p < chain)
     }
 
-    /// The place of the parent of `number` in `line`: the numbers of the checkpoint saved last and of
-    /// those that it needs, the base first. Whatever rule these followed, the parent is at most
-    /// `hops - 1` steps from the base. `None` if a base is due.
+    /// The index of the parent of `number` in `line`, which holds the numbers of the last saved
+    /// checkpoint's chain, base first. Whatever rule that chain followed, the parent is at most
+    /// `hops - 1` hops from the base. `None` if a base is due or `line` is empty.
     pub fn parent_in(&self, number: u32, line: &[u32]) -> Option<usize> {
         let parent = self.parent(number)?;
         let near = line.len().min(self.hops as usize);
-        // A base is a parent for any number: one that took the place of a delta counts from 0.
+        // A base can be the parent of any number: one that was a delta before counts as number 0.
         line[..near].iter().rposition(|n| *n <= parent).or((near > 0).then_some(0))
     }
 
-    /// The value of the lowest digit's place that is not 0, of a number that is not.
+    /// The place value of the lowest nonzero digit of a number that is not 0.
     fn place(&self, number: u32) -> u64 {
         let radix = u64::from(self.radix);
         let mut place = 1;
@@ -145,7 +148,7 @@ mod tests {
         }
     }
 
-    /// Chains and hops of many sizes.
+    /// Trees of many chain lengths and hops.
     fn trees() -> impl Iterator<Item = Tree> {
         let chains = (1..70).chain([100, 127, 128, 1000, 4096]);
         chains.flat_map(|chain| (1..8).chain([chain / 2, chain]).map(move |h| Tree::new(chain, h)))
@@ -200,7 +203,7 @@ mod tests {
     #[test]
     fn lines_of_other_rules_are_continued_within_the_hops() {
         for tree in trees() {
-            // Each a delta of the one before; one that was rebased under a delta; of any numbers.
+            // Each a delta of the one before; a chain whose parent was rebased; arbitrary numbers.
             let lines: [&[u32]; 5] =
                 [&[0, 1, 2, 3, 4, 5], &[0, 9, 10], &[7, 3, 9], &[u32::MAX; 9], &[5]];
             for line in lines {

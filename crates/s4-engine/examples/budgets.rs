@@ -45,7 +45,7 @@ fn main() -> Result<(), CudaError> {
     let (mut chunks, mut bytes) = (0, 0);
     engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
         for frame in frames {
-            // A frame lies in pinned memory that is used again: who keeps it copies or writes it here.
+            // A frame lies in pinned memory that is reused: to keep it, copy or write it here.
             (chunks, bytes) = (chunks + 1, bytes + frame.bytes.len());
         }
         Ok(())

@@ -1,7 +1,7 @@
-//! A predictor of one's own: values that count, under an id for private experiments.
+//! A custom predictor, for values that count up, under an id for private experiments.
 //!
-//! [`Ramp`] is all that an embedder writes. An engine that was given it encodes and decodes the plans that
-//! name it; what is left of the values after the prediction goes through layouts and codecs as always.
+//! [`Ramp`] is all that an embedder writes. An engine that has it encodes and decodes the plans
+//! that name it; the residuals go through layouts and codecs as usual.
 
 use s4_engine::{
     CpuEngine, DecodeJob, EncodeJob, PlanJob, PlaneCoding, Preset, Scratch, TensorPlan, TensorSpec,
@@ -14,7 +14,7 @@ use s4_predict::{InputKind, Predict, Predicted, Tensor, predictors};
 /// The format does not name it: no other reader decodes tensors that were predicted by it.
 const RAMP: PredictorId = PredictorId(240);
 
-/// The value with number `i` is expected to be `100 * i`.
+/// The value at index `i` is expected to be `100 * i`.
 #[derive(Debug, Clone, Copy)]
 struct Ramp;
 
@@ -71,7 +71,7 @@ fn main() -> Result<()> {
     let view = TensorView { dtype: DType::Int32, shape: &[50_000], data: &data };
     let engine = CpuEngine::new(Simd::detect()).with_predictors(predictors().with(Ramp));
 
-    // What the planner chooses by itself, and the same with the prediction in front.
+    // The planner's own choice, and the same with the prediction in front.
     let job = PlanJob::new(Preset::Fast, &view);
     let direct = engine.plan(&job, &mut Scratch::default())?;
     let (residual, layout) = (ResidualId::SUB, LayoutId::BYTES);

@@ -1,4 +1,4 @@
-//! Chunks of a tensor: how long they are, where they lie, and what a short look at them tells.
+//! Chunks of a tensor: their length, their place, and a quick test for repeated bytes.
 
 use s4_format::{DType, Error, Result};
 
@@ -12,7 +12,7 @@ pub fn chunk_log2(dtype: DType) -> u8 {
     }
 }
 
-/// First value and bytes of a chunk.
+/// Index of a chunk's first value, and its bytes.
 pub(crate) fn chunk_bytes(
     data: &[u8],
     width: usize,
@@ -29,10 +29,10 @@ pub(crate) fn chunk_bytes(
 
 /// Longest unit of the codec `const`.
 const UNIT: usize = 16;
-/// Bytes that show whether it is worth a try.
+/// Bytes that tell whether `const` is worth a try.
 pub(crate) const QUICK: usize = 64 + UNIT;
 
-/// Whether the first `look` bytes are a unit that `const` can code, repeated. A short look refuses
+/// Whether the first `look` bytes repeat a unit that `const` can code. A short look rules out
 /// nearly everything else.
 pub(crate) fn repeats(bytes: &[u8], look: usize) -> bool {
     (1..=UNIT).any(|u| {

@@ -1,4 +1,4 @@
-//! Closed bitstreams: what reads and writes them, and what is said where nothing does.
+//! Closed bitstreams: their readers and writers, and the errors where none is available.
 
 use s4_codec_cpu::{Codec, Codecs, Context, Encoded, Symbols, Workspace, open_codecs};
 use s4_format::manifest::ClosedCodec;
@@ -12,13 +12,13 @@ const WAY_OUT: &str = "or have `s4w transcode --trusted` turn the file into an o
                        with a GPU and nvCOMP";
 
 impl CpuEngine {
-    /// An engine that reads a checkpoint whose manifest lists these closed bitstreams. Streams of open
-    /// ones are decoded here as ever. Those of closed ones are decoded on a GPU by the vendor's library;
-    /// where they cannot be, decoding one is an error of type `Unsupported` that says why.
+    /// An engine that reads a checkpoint whose manifest lists these closed bitstreams. Streams of open ones are
+    /// decoded on the CPU as usual. Those of closed ones are decoded on a GPU by the vendor's library; where that is
+    /// impossible, decoding one is an error of type `Unsupported` that says why.
     ///
-    /// `trusted`: the caller knows that the checkpoint was written by a program that it trusts. The
-    /// library's decoders are not safe on other bytes: they may read and write any memory of the device,
-    /// and checksums do not say who wrote a file. Without it no closed stream is decoded.
+    /// `trusted`: the caller knows that a program it trusts wrote the checkpoint. The library's
+    /// decoders are not safe on other bytes: they may read and write any memory of the device, and
+    /// checksums do not say who wrote a file. Without it no closed stream is decoded.
     pub fn reading(simd: Simd, closed: &[ClosedCodec], trusted: bool) -> Self {
         let mut codecs = open_codecs(simd);
         if !closed.is_empty() {
@@ -27,11 +27,11 @@ impl CpuEngine {
         Self::with_codecs(simd, codecs)
     }
 
-    /// An engine that writes with a preset, and the closed bitstreams that it may use: a manifest lists
-    /// those that it did use.
+    /// An engine that writes with a preset, and the closed bitstreams that it may use. The manifest
+    /// must list those that it did use.
     ///
     /// # Errors
-    /// `Unsupported` if the preset needs a GPU or a library that is not there; it says what to do.
+    /// `Unsupported` if the preset needs a GPU or a library that is missing; the message says what to do.
     pub fn writing(simd: Simd, preset: Preset) -> Result<(Self, Vec<ClosedCodec>)> {
         let codecs = open_codecs(simd);
         let (codecs, closed) = match preset {
@@ -95,7 +95,7 @@ fn with_writers(codecs: Codecs) -> Result<(Codecs, Vec<ClosedCodec>)> {
     Ok((gpu.with_writers(codecs), gpu.closed()))
 }
 
-/// The library, and where it comes from.
+/// The library, and how to get it.
 const LIBRARY: &str = "nvCOMP 6 (install nvidia-libnvcomp-cu12 or nvidia-libnvcomp-cu13, or set \
                        NVCOMP_LIBRARY to its file)";
 
@@ -168,13 +168,13 @@ mod tests {
         {
             assert!(text.contains(part), "{text}");
         }
-        // Another version is refused wherever there is one, and without any it is named too.
+        // A wrong version is refused where the library is installed, and named in the error where it is not.
         let other = ClosedCodec { library_major: 5, ..ANS };
         let text = why(&[other], true, ANS.codec);
         for part in ["nvcomp-ans", "nvCOMP 5", "s4w transcode"] {
             assert!(text.contains(part), "{text}");
         }
-        // What the manifest does not list is not decoded, trusted or not.
+        // A codec that the manifest does not list is not decoded, trusted or not.
         let text = why(&[ANS], true, CodecId::NVCOMP_BITCOMP);
         assert!(text.contains("nvcomp-bitcomp") && text.contains("closed"), "{text}");
     }

@@ -1,4 +1,4 @@
-//! The bytes of a chunk on disk into values: decode streams, merge planes, undo the prediction.
+//! Decodes a chunk's stored bytes into values: decode streams, merge planes, undo the prediction.
 
 use s4_codec_cpu::Context;
 use s4_format::layout::{MAX_PLANES, Planes};
@@ -29,23 +29,23 @@ pub struct TensorSpec<'a> {
     pub chunk_log2: u8,
 }
 
-/// A chunk to be decoded.
+/// A chunk to decode.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeJob<'a> {
-    /// What is to be known of its tensor.
+    /// What decoding needs to know of its tensor.
     pub spec: &'a TensorSpec<'a>,
-    /// Number of the chunk.
+    /// Index of the chunk.
     pub chunk: u64,
     /// Its record: what the frame and the values are checked against.
     pub record: &'a ChunkRecord,
     /// Its bytes.
     pub frame: &'a [u8],
-    /// The values of the plan's inputs for this chunk, in the order of the plan. A plain chunk, or a plan
-    /// without a prediction, does not look at them.
+    /// The values of the plan's inputs for this chunk, in the order of the plan. Not read for a
+    /// plain chunk or a plan without a prediction.
     pub inputs: &'a [InputValues<'a>],
 }
 
-/// What is given beside the streams themselves.
+/// What decoding needs besides the streams themselves.
 #[derive(Clone, Copy)]
 struct Given<'a> {
     prediction: Option<&'a Prediction<'a>>,
@@ -53,8 +53,8 @@ struct Given<'a> {
 }
 
 impl CpuEngine {
-    /// Decodes a chunk into `dst`, whose size is that of the chunk's values. Checks the frame before, and
-    /// the values after, against the checksums of the record.
+    /// Decodes a chunk into `dst`, which has the size of the chunk's values. Checks the frame
+    /// before decoding and the values after it against the checksums of the record.
     ///
     /// # Errors
     /// `Corrupt`, `Truncated` or `Unsupported`, naming chunk and stream; `dst` is then unspecified.
@@ -108,7 +108,7 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Decodes streams and undoes the prediction; returns the CRC-32C of `dst` if that was at hand.
+    /// Decodes streams and undoes the prediction; returns the CRC-32C of `dst` if it is at hand.
     fn decode_predicted(
         &self,
         job: &DecodeJob<'_>,
@@ -132,7 +132,7 @@ impl CpuEngine {
             prediction.restore(inputs, &mut scratch.predicted, dst)?;
             return Ok(None);
         }
-        // What the destination holds is still needed: residuals go elsewhere.
+        // The destination holds an input that is still needed, so the residuals go elsewhere.
         let mut residuals = std::mem::take(&mut scratch.residuals);
         let to = sized(&mut residuals, len);
         let parts = &prediction.parts(inputs, 0, dst, len)[..inputs.len()];
@@ -144,8 +144,8 @@ impl CpuEngine {
         done.map(|()| None)
     }
 
-    /// Decodes streams and merges what they hold; returns the CRC-32C of `dst` if that was at hand,
-    /// and `dst` is values.
+    /// Decodes streams and merges their planes. Returns the CRC-32C of `dst` if it is at hand and
+    /// `dst` holds values, not residuals.
     fn decode_streams(
         &self,
         spec: &TensorSpec<'_>,
@@ -167,7 +167,7 @@ impl CpuEngine {
         scratch.carry.clear();
         scratch.contexts.clear();
         for (i, (entry, bytes)) in streams.items().iter().enumerate() {
-            // The second plane of `token` is as long as the tokens of the first one say.
+            // The tokens of the first plane of `token` determine the length of the second.
             if layout == LayoutId::TOKEN && i == 1 {
                 let tokens = match stored[0].bytes() {
                     Some(bytes) => bytes,
@@ -179,7 +179,7 @@ impl CpuEngine {
             scratch.carry.clear();
             let whole = bytes.len() + scratch.tail.len() == sizes[i];
             if entry.codec == CodecId::RAW && entry.param == 0 && whole {
-                // The kernels of this layout take plane 1 in two pieces; contexts want it whole.
+                // The kernels of this layout take plane 1 in two pieces, but contexts need it whole.
                 let split = layout == LayoutId::FIELDS && i == 1 && !has_contexts(i + 1);
                 if scratch.tail.is_empty() {
                     stored[i] = Stored::Frame(bytes);

@@ -1,4 +1,4 @@
-//! One chunk of a tensor into the bytes that stand on disk: predict, split into planes, code streams.
+//! Encodes one chunk of a tensor into its stored bytes: predict, split into planes, code streams.
 
 use s4_codec_cpu::{Context, Symbols, Workspace};
 use s4_format::layout::MAX_PLANES;
@@ -13,20 +13,20 @@ use crate::predict::Prediction;
 use crate::scratch::sized;
 use crate::{CpuEngine, PlaneCoding, Scratch, TensorPlan, TensorView};
 
-/// A chunk to be encoded.
+/// A chunk to encode.
 #[derive(Debug, Clone, Copy)]
 pub struct EncodeJob<'a> {
     /// The tensor.
     pub view: &'a TensorView<'a>,
     /// How it is stored.
     pub plan: &'a TensorPlan,
-    /// Number of the chunk.
+    /// Index of the chunk.
     pub chunk: u64,
     /// The values of the plan's inputs for this chunk, in the order of the plan.
     pub inputs: &'a [&'a [u8]],
 }
 
-/// What a chunk became.
+/// The outcome of encoding a chunk.
 #[derive(Debug, Clone, Copy)]
 pub struct EncodedChunk {
     /// Bytes of the frame.
@@ -43,14 +43,14 @@ pub struct EncodedChunk {
     pub streams: [StreamEntry; MAX_PLANES],
 }
 
-/// What a plane became.
+/// The outcome of encoding a plane.
 struct Coded {
     coding: PlaneCoding,
     len: usize,
-    /// Whether the stream is in the buffer; else it is the plane itself.
+    /// Whether the stream is in the buffer; otherwise it is the plane itself.
     in_buffer: bool,
     shared: bool,
-    /// Bytes of the stream behind it that it carries.
+    /// Bytes of the next stream that this one carries.
     carried: usize,
 }
 
@@ -75,7 +75,7 @@ pub(crate) fn plain(src: &[u8], frame: &mut Vec<u8>) -> EncodedChunk {
 }
 
 impl CpuEngine {
-    /// Appends a chunk of a tensor to `frame` as it is, whatever its plan.
+    /// Appends a chunk of a tensor to `frame` as a plain chunk, whatever its plan.
     ///
     /// # Errors
     /// `Limit` if the tensor has no such chunk.
@@ -90,12 +90,12 @@ impl CpuEngine {
         Ok(plain(src, frame))
     }
 
-    /// Encodes a chunk of a tensor and appends it to `frame`. Values that another thread changes
-    /// meanwhile are each what they were at some time.
+    /// Encodes a chunk of a tensor and appends it to `frame`. If another thread changes values
+    /// meanwhile, each is stored as it was at some time.
     ///
     /// # Errors
-    /// `Limit` if the tensor has no such chunk; `Unsupported` if inputs of the plan are missing or a
-    /// codec or predictor is not this engine's, `Corrupt` if an input has not as many values as the
+    /// `Limit` if the tensor has no such chunk; `Unsupported` if inputs of the plan are missing or
+    /// this engine lacks a codec or predictor; `Corrupt` if an input has not as many values as the
     /// chunk; errors of a codec.
     pub fn encode(
         &self,
@@ -109,7 +109,7 @@ impl CpuEngine {
         self.encode_values(job, values, scratch, frame)
     }
 
-    /// As [`CpuEngine::encode`], of values that lie elsewhere than in the tensor's view: `src`, from number `first` on.
+    /// As [`CpuEngine::encode`], for values outside the tensor's view: `src`, from value index `first` on.
     pub(crate) fn encode_values(
         &self,
         job: &EncodeJob<'_>,
@@ -122,7 +122,7 @@ impl CpuEngine {
         let start = frame.len();
         let mut out = EncodedChunk::EMPTY;
         let layout = Layout::new(self.kernels, plan.plan.layout, width)?;
-        // Whether it is worth a try is all that is asked of the values themselves: they may change.
+        // The values may change, so they only decide here whether coding is worth a try.
         if plan.planes.iter().any(|p| *p != PlaneCoding::RAW) || repeats(src, QUICK) {
             self.encode_streams(job, (first, src), &layout, scratch, frame, &mut out)?;
         }
@@ -183,8 +183,8 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Codes every plane, the last one first, because a stream may carry the end of the one behind
-    /// it. Returns whether one uses the tensor's shared tables.
+    /// Codes every plane, the last one first, because a stream may carry the end of the next one.
+    /// Returns whether any uses the tensor's shared tables.
     fn encode_planes(
         &self,
         job: &EncodeJob<'_>,
@@ -219,7 +219,8 @@ impl CpuEngine {
                     tables,
                     contexts: if several.is_some() { &contexts } else { &[] },
                 },
-                // With so many contexts a chunk's own tables take more time than they save bytes.
+                // With the many contexts of `update`, the bytes that a chunk's own tables save are
+                // not worth the time.
                 own_tables: tables.is_empty() || !prediction.is_some_and(Prediction::is_told),
                 behind: match i + 1 < sizes.len() {
                     true => scratch.stream(layout, sizes, i + 1),

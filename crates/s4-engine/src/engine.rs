@@ -1,4 +1,4 @@
-//! The door to the engines: what is to be encoded, what it is predicted from, and who does it.
+//! The interface of the engines: what to encode, what to predict it from, and who does the work.
 
 use std::collections::VecDeque;
 
@@ -12,9 +12,9 @@ use s4_format::{DType, Error};
 use crate::inputs::{Inputs, NoInputs};
 use crate::{EncodedChunk, Preset, TensorPlan, Values};
 
-/// What plans and encodes tensors: on the CPU, or on devices. All engines make the same bytes.
+/// Plans and encodes tensors, on the CPU or on devices. All engines make the same bytes.
 pub trait Engine {
-    /// What goes wrong in the engine itself.
+    /// The engine's own error type.
     type Error: From<TensorError>;
 
     /// Chooses a plan for each tensor. One that may be predicted from a parent becomes a delta where that
@@ -32,9 +32,9 @@ pub trait Engine {
     where
         E: From<Self::Error> + From<TensorError> + Send;
 
-    /// Encodes tensors by their plans. `sink` gets every chunk, in order of tensors and chunks, some at a
-    /// time, on the calling thread, while later ones are encoded; when it returns an error the work ends with
-    /// that error.
+    /// Encodes tensors by their plans. `sink` gets every chunk, in order of tensors and chunks,
+    /// several at a time, on the calling thread, while later ones are encoded; an error from it
+    /// ends the work with that error.
     ///
     /// # Errors
     /// The engine's own; those of the jobs' inputs and of `sink`.
@@ -56,7 +56,7 @@ pub struct TensorValues<'a> {
     pub shape: &'a [u64],
     /// The elements.
     pub values: Values<'a>,
-    /// What it is to the optimizer.
+    /// The tensor's role in the optimizer.
     pub role: Option<TensorRole<'a>>,
 }
 
@@ -71,28 +71,28 @@ impl<'a> TensorValues<'a> {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("tensor number {tensor}: {source}")]
 pub struct TensorError {
-    /// Number of the tensor in the caller's list.
+    /// Index of the tensor in the caller's list.
     pub tensor: usize,
     /// What is wrong; it names the chunk and the stream.
     pub source: Error,
 }
 
-/// Tensors to be encoded, and what with.
+/// Tensors to encode, with everything needed for that.
 pub struct Jobs<'a, E> {
-    /// The tensors: all where the engine can read them.
+    /// The tensors, all in memory that the engine can read.
     pub tensors: &'a [TensorValues<'a>],
-    /// The plan of each.
+    /// The plan of each tensor.
     pub plans: &'a [TensorPlan],
     /// What the chunks of deltas are predicted from.
     pub inputs: &'a dyn Inputs<E>,
-    /// Threads of the caller's; without any its own thread does the work.
+    /// The caller's threads; without a pool, the calling thread does the work.
     pub pool: Option<&'a ThreadPool>,
-    /// Chunks that the CPU encodes together, while those before are handed to the sink.
+    /// Chunks that the CPU encodes together while the previous window goes to the sink.
     pub window: usize,
 }
 
 impl<'a, E: From<TensorError>> Jobs<'a, E> {
-    /// Tensors that are predicted from nothing, without threads.
+    /// Tensors without inputs to predict from, encoded on the calling thread.
     pub fn new(tensors: &'a [TensorValues<'a>], plans: &'a [TensorPlan]) -> Self {
         Self { tensors, plans, inputs: &NoInputs, pool: None, window: 1 }
     }
@@ -116,7 +116,7 @@ impl<'a, E> Jobs<'a, E> {
         Ok(())
     }
 
-    /// The chunks of some of the tensors, by number.
+    /// The chunks of some of the tensors, given by index.
     pub(crate) fn queue(&self, tensors: impl Iterator<Item = usize>) -> ChunkQueue<'a> {
         let (waiting, chunk) = (tensors.collect(), 0);
         ChunkQueue { tensors: self.tensors, plans: self.plans, waiting, chunk }
@@ -126,44 +126,44 @@ impl<'a, E> Jobs<'a, E> {
 /// A chunk, encoded.
 #[derive(Debug, Clone, Copy)]
 pub struct EncodedFrame<'a> {
-    /// Number of the tensor in the caller's list.
+    /// Index of the tensor in the caller's list.
     pub tensor: usize,
-    /// Number of the chunk within it.
+    /// Index of the chunk within it.
     pub chunk: u64,
-    /// Its record's content.
+    /// The content of its record.
     pub encoded: EncodedChunk,
     /// The frame.
     pub bytes: &'a [u8],
-    /// Memory that `bytes` are a part of, for whoever wants them longer than the call: zeros follow them there,
-    /// up to a multiple of [`ALIGN`](s4_format::limits::ALIGN) from its start. `None`: they have to be copied.
+    /// The memory that `bytes` are part of, for callers that need them after the call. Zeros follow them there, up to
+    /// a multiple of [`ALIGN`](s4_format::limits::ALIGN) from its start. `None`: they must be copied.
     pub held: Option<&'a Bytes>,
 }
 
 impl<'a> EncodedFrame<'a> {
-    /// What can be held on to, and where the frame starts in it.
+    /// The memory that can be kept, and where the frame starts in it.
     pub fn place(&self) -> Option<(&'a Bytes, usize)> {
         let held = self.held?;
         Some((held, self.bytes.as_ptr().addr().checked_sub(held.as_ptr().addr())?))
     }
 }
 
-/// A chunk that is to be encoded.
+/// A chunk to encode.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Chunk {
     pub(crate) tensor: usize,
     pub(crate) chunk: u64,
-    /// Where its values start in those of the tensor.
+    /// Offset of its values in those of the tensor, in bytes.
     #[cfg(feature = "cuda")]
     pub(crate) first: u64,
     /// Bytes of its values.
     pub(crate) bytes: u64,
 }
 
-/// Chunks of tensors that are in no group yet, in order.
+/// Chunks of tensors that are not in a group yet, in order.
 pub(crate) struct ChunkQueue<'a> {
     pub(crate) tensors: &'a [TensorValues<'a>],
     pub(crate) plans: &'a [TensorPlan],
-    /// Tensors by number; chunks of the first one were taken already.
+    /// Tensors by index; `chunk` is the next chunk of the first one.
     waiting: VecDeque<usize>,
     chunk: u64,
 }
@@ -178,7 +178,7 @@ impl<'a> ChunkQueue<'a> {
         &self.plans[number]
     }
 
-    /// Bytes of values of chunks that were not taken yet, and of those of the same tensors that were.
+    /// Upper bound of the bytes left: all values of every tensor that still has chunks, taken ones included.
     pub(crate) fn most_left(&self) -> u64 {
         self.waiting.iter().map(|&tensor| self.tensors[tensor].values.bytes()).sum()
     }
@@ -208,12 +208,12 @@ impl ChunkQueue<'_> {
         }
     }
 
-    /// Takes the chunk that was looked at.
+    /// Takes the chunk that [`Self::peek`] returned.
     pub(crate) fn advance(&mut self) {
         self.chunk += 1;
     }
 
-    /// Pushes the chunk that was taken last back to the front.
+    /// Puts the chunk that was taken last back at the front.
     #[cfg(feature = "cuda")]
     pub(crate) fn put_back(&mut self, chunk: &Chunk) {
         if self.waiting.front() != Some(&chunk.tensor) {
@@ -222,7 +222,7 @@ impl ChunkQueue<'_> {
         self.chunk = chunk.chunk;
     }
 
-    /// Takes as many chunks, or all that there are.
+    /// Takes up to `count` chunks.
     pub(crate) fn take(&mut self, count: usize) -> Vec<Chunk> {
         let mut out = vec![];
         while let Some(chunk) = self.peek().filter(|_| out.len() < count) {
@@ -234,13 +234,13 @@ impl ChunkQueue<'_> {
 }
 
 impl Chunk {
-    /// Names it in a list of inputs.
+    /// Its key in a list of inputs.
     pub(crate) fn name(&self) -> (usize, u64) {
         (self.tensor, self.chunk)
     }
 }
 
-/// Runs `work` on all of a list, on the threads of a pool if there is one.
+/// Runs `work` on every item of a list, on the threads of the pool if there is one.
 pub(crate) fn each<T: Send>(
     pool: Option<&ThreadPool>,
     list: &mut [T],

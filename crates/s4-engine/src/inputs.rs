@@ -1,4 +1,4 @@
-//! What tensors are predicted from: the values of a parent checkpoint, and of other tensors of the same.
+//! What tensors are predicted from: values of a parent checkpoint, and of other tensors of the same checkpoint.
 
 use std::sync::Arc;
 
@@ -11,36 +11,36 @@ use crate::{
     TensorSpec,
 };
 
-/// What some tensors, by number, are or may be predicted from. An engine asks before it begins with a
-/// group of chunks, once for all of them.
+/// What tensors, given by index, are or may be predicted from. Before it starts with a group of
+/// chunks, an engine asks once for all of them.
 pub trait Inputs<E>: Sync {
-    /// The parent's manifest and the number of the tensor in it that a tensor may be a delta of.
+    /// The parent's manifest, and the index in it of the tensor that this one may be a delta of.
     fn parent(&self, tensor: usize) -> Option<(Digest, u32)> {
         let _ = tensor;
         None
     }
 
-    /// The parents' values at [`crate::parent_probes`], one run after the other, for some tensors; nothing
-    /// for one without a parent.
+    /// For each tensor, its parent's values at [`crate::parent_probes`], one run after the other;
+    /// empty for a tensor without a parent.
     ///
     /// # Errors
-    /// What keeps them from being read.
+    /// Any failure to read them.
     fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, E> {
         Ok(vec![vec![]; tensors.len()])
     }
 
-    /// What the rows and columns of a tensor's parent say of its values, if these are stored so. Asked for after
-    /// [`Inputs::samples`].
+    /// What the rows and columns of a tensor's parent predict for its values, if the parent is
+    /// stored with them. Called after [`Inputs::samples`].
     ///
     /// # Errors
-    /// What keeps it from being read.
+    /// Any failure to read it.
     fn expected(&self, tensor: usize) -> Result<Option<Arc<Expected>>, E> {
         let _ = tensor;
         Ok(None)
     }
 
-    /// The moments of a tensor, first and second, of which the contexts of a difference may be told. They are stored
-    /// already.
+    /// The first and second moment of a tensor, from which the contexts of a difference may be
+    /// derived. Both are stored already.
     fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
         let _ = tensor;
         None
@@ -63,25 +63,25 @@ pub trait Inputs<E>: Sync {
         let _ = (tensor, values);
     }
 
-    /// All memory of devices that is given: what is queued on its streams is waited for.
+    /// All device memory among the inputs: work queued on its streams is waited for.
     fn memory(&self) -> Vec<DeviceMemory> {
         vec![]
     }
 
-    /// What [`Inputs::open`] gives of a delta's chunk, at most: known without reading it.
+    /// Upper bound of what [`Inputs::open`] gives for a delta's chunk, known without reading it.
     fn size(&self, tensor: usize, chunk: u64) -> InputSize;
 
-    /// The inputs of a group of deltas' chunks, by numbers of tensors and chunks, one for each.
+    /// The inputs of a group of deltas' chunks, given by tensor and chunk index: one for each.
     ///
     /// # Errors
-    /// What keeps them from being read.
+    /// Any failure to read them.
     fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, E>;
 
-    /// The values of an input that is [`Input::Late`]: where they lie, or in `buffer`. Nothing, of a tensor of the same
-    /// checkpoint, if they are no longer what was stored of it: then the chunk is stored as it is.
+    /// The values of an [`Input::Late`]: where they lie, or in `buffer`. Empty if they belong to a tensor of the same
+    /// checkpoint and are no longer what was stored of it: the chunk is then stored plain.
     ///
     /// # Errors
-    /// What keeps them from being read.
+    /// Any failure to read them.
     fn read<'b>(
         &'b self,
         tensor: usize,
@@ -93,35 +93,36 @@ pub trait Inputs<E>: Sync {
     }
 }
 
-/// How much an [`Input`] is.
+/// The size of an [`Input`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct InputSize {
-    /// Bytes in the memory of the host, each frame rounded up to a multiple of 16. None: they are in the device's.
+    /// Bytes in host memory, each frame rounded up to a multiple of 16; 0 if the input is in device memory.
     pub bytes: u64,
-    /// Frames; 0: they are values.
+    /// Number of frames; 0 if the input is values.
     pub frames: u32,
 }
 
-/// The values that a chunk is predicted from, as many as its own: of a rounded copy twice as wide.
+/// The values that a chunk is predicted from, as many as its own. For a rounded copy they are twice as wide.
 #[derive(Debug, Clone)]
 pub enum Input<'a> {
     /// In the memory of the chunk's device.
     Device(DeviceMemory),
-    /// In the memory of the host. None, of a tensor of the same checkpoint: they are no longer what was stored of it.
+    /// In host memory. Empty if they belong to a tensor of the same checkpoint and are no longer
+    /// what was stored of it.
     Host(Bytes),
-    /// In the memory of the chunk's device, where they may change: they are used if the parts of a copy, one behind the
-    /// other, have these bytes and CRC-32C each, as what was stored of them.
+    /// In the memory of the chunk's device, where they may change. They are used only if a copy,
+    /// taken as consecutive parts, has the bytes and CRC-32C of each part that were stored.
     Stored {
         /// The values.
         values: DeviceMemory,
         /// Bytes and checksum of each part.
         parts: Vec<(u64, u32)>,
     },
-    /// What they are decoded from: the first frame by itself, each other one as the difference from
+    /// Frames to decode them from: the first one on its own, each later one as a difference from
     /// what was decoded before.
     Frames(Vec<InputFrame<'a>>),
-    /// Read by the thread that needs them, when it needs them ([`Inputs::read`]): then they are in its
-    /// cache.
+    /// Read through [`Inputs::read`] by the thread that needs them, when it needs them: they are
+    /// then in its cache.
     Late,
 }
 
@@ -136,7 +137,7 @@ pub struct InputFrame<'a> {
     pub bytes: Bytes,
 }
 
-/// For tensors that are all stored by themselves.
+/// For tensors that are all stored without inputs.
 #[derive(Debug, Clone, Copy)]
 pub struct NoInputs;
 
@@ -153,19 +154,19 @@ impl<E: From<TensorError>> Inputs<E> for NoInputs {
     }
 }
 
-/// What a delta without its input is.
+/// The error for a delta whose input is missing.
 pub(crate) fn missing(tensor: usize, chunk: u64) -> TensorError {
     let source = Error::unsupported("a delta without the values of its parent").in_chunk(chunk);
     TensorError { tensor, source }
 }
 
-/// What a delta with contexts from moments is without these.
+/// The error for a delta with contexts from moments when these are missing.
 pub(crate) fn missing_moments(tensor: usize, chunk: u64) -> TensorError {
     let source = Error::unsupported("contexts `update` without moments").in_chunk(chunk);
     TensorError { tensor, source }
 }
 
-/// Decodes frames one on top of the other: the values of chunk `chunk`, of `bytes` bytes.
+/// Decodes frames on top of each other into the values of chunk `chunk`, of `bytes` bytes.
 pub(crate) fn decode_frames(
     cpu: &CpuEngine,
     frames: &[InputFrame<'_>],

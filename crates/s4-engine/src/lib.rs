@@ -1,11 +1,11 @@
 //! Plans, encodes and decodes tensors into chunks.
 //!
-//! An [`Engine`] plans and encodes tensors: the [`CpuEngine`] those of the host, on threads that its caller
-//! gives it, the CUDA engine those of devices. Both give the same bytes, for any number of threads. The planner looks at fixed
-//! positions of a tensor and compares integer costs, so that the plan too depends on nothing but the data, the preset,
-//! the version and, where one is given, the [`Choice`] that was made for the tensor before.
+//! An [`Engine`] plans and encodes tensors: the [`CpuEngine`] tensors of the host, on threads that its caller gives
+//! it, the CUDA engine tensors of devices. Both give the same bytes, for any number of threads. The planner samples
+//! fixed positions of a tensor and compares integer costs, so the plan too depends only on the data, the preset, the
+//! version and, if one is given, the [`Choice`] that was made for the tensor before.
 //!
-//! What is deliberately absent: where chunks are kept, names of tensors, threads, clocks.
+//! Deliberately absent: where chunks are kept, names of tensors, threads, clocks.
 
 mod chunk;
 mod closed;
@@ -52,15 +52,15 @@ pub use values::{DeviceMemory, Values};
 /// How much effort goes into making a tensor smaller: the one knob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Preset {
-    /// Planes, coded order 0: keeps up with the link.
+    /// Planes, with order-0 entropy coding: keeps up with the link.
     Fast,
     /// The default: predictions from rows and columns, from the parent and from moments where they save enough.
     #[default]
     Balanced,
     /// The smallest: today the same as [`Preset::Balanced`].
     Small,
-    /// Exponents by nvCOMP's ANS, which is closed, everything else by its GDeflate, which is open; on a
-    /// GPU, for tools that expect nvCOMP. Never chosen by itself.
+    /// Exponents by nvCOMP's ANS, which is closed, everything else by its GDeflate, which is open;
+    /// on a GPU, for tools that expect nvCOMP. Never chosen automatically.
     Nvcomp,
 }
 
@@ -91,7 +91,8 @@ impl std::str::FromStr for Preset {
     }
 }
 
-/// Appends a copy of values that may change meanwhile to `to`, reading each byte once. Gives the copy's CRC-32C.
+/// Appends a copy of `src`, whose bytes may change meanwhile, to `to`, reading each byte once.
+/// Returns the copy's CRC-32C.
 pub fn copy_once(src: &[u8], to: &mut Vec<u8>) -> u32 {
     once::append_summed(src, to)
 }
@@ -122,8 +123,8 @@ impl CpuEngine {
         Self::with_codecs(simd, open_codecs(simd))
     }
 
-    /// An engine that encodes and decodes with the given codecs. Those of plans that it is to encode
-    /// must be among them, and `const`.
+    /// An engine that encodes and decodes with the given codecs. They must include `const` and the
+    /// codecs of every plan that it will encode.
     pub fn with_codecs(simd: Simd, codecs: Codecs) -> Self {
         Self {
             kernels: Kernels::new(simd),

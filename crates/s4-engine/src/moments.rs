@@ -1,4 +1,4 @@
-//! The moments that contexts `update` are told from: tensors of the same checkpoint, which are stored before.
+//! The moments that contexts `update` are derived from: tensors of the same checkpoint, stored first.
 
 use std::ops::Range;
 
@@ -11,24 +11,24 @@ use s4_predict::update::{Update, float_bits};
 use crate::planner::{MomentSample, allowed};
 use crate::{Preset, Values, chunk_log2, copy_once, parent_probes};
 
-/// A moment of a tensor: as many values, and what was stored of them.
+/// A moment of a tensor, with as many values as the tensor, and what was stored of it.
 #[derive(Debug, Clone, Copy)]
 pub struct Moment<'a> {
-    /// Its number in the tensor table.
+    /// Its index in the tensor table.
     pub tensor: u32,
     /// Type of its elements.
     pub dtype: DType,
-    /// Its values, which may have changed since they were stored: then chunks that need them are stored as they are.
+    /// Its values. If they changed since they were stored, chunks that need them are stored plain.
     pub values: Values<'a>,
-    /// The records of its chunks, which are cut as the engines cut them.
+    /// The records of its chunks, which have the length that the engines give them.
     pub records: &'a [ChunkRecord],
 }
 
-/// Bytes that reading a tensor with its moments may take, as a multiple of its own.
+/// Bytes that reading a tensor together with its moments may take, as a multiple of the tensor's own.
 const MOST_READ: usize = 4;
 
-/// Whether contexts of a tensor of dtype `weight` may be told from moments of these dtypes: its values and theirs are at
-/// most four times the bytes of its own.
+/// Whether contexts of a tensor of dtype `weight` may be derived from moments of these dtypes. All
+/// must be floats, and together at most four times the bytes of the tensor.
 pub fn may_use_moments(preset: Preset, weight: DType, moments: [DType; 2]) -> bool {
     let dtypes = [weight, moments[0], moments[1]];
     let bytes: usize = dtypes.iter().map(|d| d.value_width()).sum();
@@ -36,27 +36,27 @@ pub fn may_use_moments(preset: Preset, weight: DType, moments: [DType; 2]) -> bo
     allowed(preset).update && floats && bytes <= MOST_READ * weight.value_width()
 }
 
-/// The dtypes of the moments that a tensor's contexts are told from, by its side data.
+/// The dtypes of the moments that a tensor's contexts are derived from, by its side data.
 ///
 /// # Errors
-/// `Corrupt` if it does not say.
+/// `Corrupt` if the side data does not say.
 pub fn moment_dtypes(side: &Side) -> Result<[DType; 2]> {
     Ok(Update::parse(side.get(SideKind::CONTEXTS))?.moments)
 }
 
-/// Bytes of a moment that are chunks of its own, and the checksum of what was stored of each.
+/// Whole chunks of a moment that cover some of its values, with the checksum of what was stored of each.
 pub(crate) struct Cover {
     /// Each chunk's bytes within the tensor.
     pub(crate) parts: Vec<(Range<u64>, u32)>,
-    /// The wanted ones, within these.
+    /// The wanted bytes, relative to the start of the first part.
     pub(crate) wanted: Range<usize>,
 }
 
 impl Moment<'_> {
-    /// The chunks that hold `count` values from number `first` on.
+    /// The chunks that hold `count` values from index `first` on.
     ///
     /// # Errors
-    /// `Corrupt` if there are none.
+    /// `Corrupt` if the moment has no such values or records.
     pub(crate) fn cover(&self, first: u64, count: u64) -> Result<Cover> {
         let (width, log2) = (self.dtype.value_width() as u64, chunk_log2(self.dtype));
         let bytes = self.values.bytes();
@@ -71,16 +71,16 @@ impl Moment<'_> {
         let parts = (first >> log2..end.div_ceil(1 << log2).min(all)).map(part);
         let parts = parts.collect::<Result<Vec<_>>>()?;
         let start = parts.first().map_or(0, |p| p.0.start);
-        // A chunk's values, and what is cut off at both ends.
+        // Relative to the first chunk, with both ends cut off.
         let wanted = (first * width - start) as usize..(end * width - start) as usize;
         Ok(Cover { parts, wanted })
     }
 
-    /// Copies `count` values from number `first` on, of the host, to `buffer`; gives where they lie there. `None`: they
-    /// are no longer what was stored, which is all that a reader has.
+    /// Copies `count` values in host memory from index `first` on to `buffer`, and returns where
+    /// they lie in it. `None`: they are no longer what was stored, which is all that a reader has.
     ///
     /// # Errors
-    /// As [`Moment::cover`]; `Unsupported` if they are in the memory of a device.
+    /// Those of [`Moment::cover`]; `Unsupported` if the values are in device memory.
     pub(crate) fn read(
         &self,
         (first, count): (u64, u64),
@@ -90,7 +90,7 @@ impl Moment<'_> {
         let Cover { parts, wanted } = self.cover(first, count)?;
         buffer.clear();
         for (bytes, crc) in parts {
-            // They are in memory.
+            // The casts are lossless: the values are in memory.
             if copy_once(&values[bytes.start as usize..bytes.end as usize], buffer) != crc {
                 return Ok(None);
             }
@@ -101,7 +101,7 @@ impl Moment<'_> {
     /// The values at the positions where a tensor of `dtype` is compared with its parent, one run after the other.
     ///
     /// # Errors
-    /// `Unsupported` if they are in the memory of a device.
+    /// `Unsupported` if they are in device memory.
     pub(crate) fn sample(&self, dtype: DType) -> Result<Vec<u8>> {
         let Values::Host(values) = self.values else { return Err(on_device()) };
         let mut out = vec![];
@@ -111,14 +111,14 @@ impl Moment<'_> {
         Ok(out)
     }
 
-    /// The bytes that are looked at of a moment of a tensor of `dtype`.
+    /// The bytes of the moment that are sampled for a tensor of `dtype`.
     pub(crate) fn probes(&self, dtype: DType) -> impl Iterator<Item = Range<u64>> {
         let width = self.dtype.value_width() as u64;
         let runs = parent_probes(dtype, self.values.bytes() / width);
         runs.into_iter().map(move |run| run.start * width..run.end * width)
     }
 
-    /// For the planner, with the values of [`Moment::probes`].
+    /// The sample for the planner; `values` are those at [`Moment::probes`].
     pub(crate) fn with_sample<'b>(&self, values: &'b [u8]) -> MomentSample<'b> {
         MomentSample { tensor: self.tensor, dtype: self.dtype, values }
     }
@@ -179,7 +179,7 @@ mod tests {
         assert!(matches!(check(&values, 2 << 17, 6), Err(Error::Corrupt { .. })));
         assert!(matches!(check(&values, u64::MAX, 2), Err(Error::Corrupt { .. })));
         values[5] ^= 1;
-        // The chunk has changed, wherever.
+        // A chunk that changed is refused even if the wanted part did not.
         assert!(check(&values, 1 << 16, 1 << 16) == Ok(None));
         assert!(matches!(check(&values, 1 << 17, 1 << 17), Ok(Some(_))));
     }

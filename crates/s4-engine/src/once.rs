@@ -1,29 +1,29 @@
 //! Reading values that may change meanwhile: each byte once.
 //!
-//! The memory of a tensor is its owner's, and training may go on while it is saved. All that a chunk
-//! becomes, its planes as well as its checksums, is therefore made from one copy, piece by piece: the
-//! chunk always decodes, to what each value was at some time.
+//! The memory of a tensor is its owner's, and training may go on while it is saved. Everything that
+//! a chunk becomes, its planes as well as its checksums, is therefore made from one copy, piece by
+//! piece: the chunk always decodes, and each value is one that it had at some time.
 //!
-//! To Rust a slice whose bytes change is a broken promise, whoever broke it. [`copy`] is the one place
-//! that reads them, and hides both sides from the optimizer: it can neither read the source again where
-//! the copy is asked for, nor take two readings for equal.
+//! A slice whose bytes change breaks a promise to Rust, whoever changes them. [`copy`] and [`append_summed`] are the
+//! only places that read such bytes. They hide source and copy from the optimizer, which can then neither read the
+//! source again in place of the copy nor assume that two reads are equal.
 
 use std::hint::black_box;
 
 use s4_format::{Result, crc32c_append};
 
-/// Bytes of a piece: few enough to stay in a core's fastest cache together with what is made of them. A
+/// Bytes of a piece: few enough for a core's fastest cache together with what is made of them. A
 /// multiple of eight values of every width.
 pub(crate) const PIECE: usize = 8 << 10;
 
-/// Copies bytes, which are as many, reading each once.
+/// Copies `src` to `to`, which is as long, reading each byte once.
 pub(crate) fn copy(src: &[u8], to: &mut [u8]) {
     to.copy_from_slice(black_box(src));
     black_box(to);
 }
 
-/// Copies `src` to `to`, which is as long, piece by piece; each is handed to `each`, with its place, when
-/// it was added to the checksum. Gives the CRC-32C of the copy.
+/// Copies `src` to `to`, which is as long, piece by piece. Each piece is passed to `each`, with its
+/// offset, once it is in the checksum. Returns the CRC-32C of the copy.
 pub(crate) fn copy_summed(
     src: &[u8],
     to: &mut [u8],
@@ -38,7 +38,7 @@ pub(crate) fn copy_summed(
     Ok(crc)
 }
 
-/// Appends a copy of `src` to `to`. Gives its CRC-32C.
+/// Appends a copy of `src` to `to`, reading each byte once. Returns its CRC-32C.
 pub(crate) fn append_summed(src: &[u8], to: &mut Vec<u8>) -> u32 {
     to.reserve(src.len());
     src.chunks(PIECE).fold(0, |crc, src| {

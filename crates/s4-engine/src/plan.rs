@@ -6,18 +6,18 @@ use s4_format::{CodecId, Plan, Result};
 use crate::planner::Choice;
 use crate::tables::SharedTables;
 
-/// How one plane is coded: a bitstream, and its parameter. In each chunk a constant plane is stored as
-/// its constant, and one that does not get smaller as it is.
+/// How one plane is coded: a bitstream and its parameter. In each chunk, a constant plane is stored
+/// as its constant, and one that coding does not make smaller is stored raw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneCoding {
-    /// The bitstream: the engine looks its codec up among those that it was made with.
+    /// The bitstream; the engine must have its codec.
     pub codec: CodecId,
     /// The parameter of the streams.
     pub param: u8,
 }
 
 impl PlaneCoding {
-    /// As it is: it looks like noise.
+    /// Stored as it is: it looks like noise.
     pub const RAW: Self = Self::new(CodecId::RAW, 0);
     /// rANS with `P = 8`.
     pub const RANS8: Self = Self::new(CodecId::RANS, 8);
@@ -29,7 +29,7 @@ impl PlaneCoding {
     pub const ZSTD: Self = Self::new(CodecId::ZSTD, 0);
     /// GDeflate.
     pub const GDEFLATE: Self = Self::new(CodecId::GDEFLATE, 0);
-    /// nvCOMP's ANS, which is closed: an engine of [`crate::CpuEngine::writing`] has it.
+    /// nvCOMP's ANS, which is closed: an engine from [`crate::CpuEngine::writing`] has it.
     pub const NVCOMP_ANS: Self = Self::new(CodecId::NVCOMP_ANS, 0);
 
     /// Streams of a codec with a parameter.
@@ -47,19 +47,19 @@ pub struct TensorPlan {
     pub planes: Vec<PlaneCoding>,
     /// Values in each chunk but the last, as a power of two.
     pub chunk_log2: u8,
-    /// Side data that the chunks need, but for shared tables.
+    /// Side data that the chunks need, except shared tables.
     pub side: Side,
-    /// What the planner has to know to choose as fast for the same tensor of a later checkpoint.
+    /// What lets the planner choose faster for the same tensor of a later checkpoint.
     pub choice: Option<Choice>,
-    /// Planes, a bit each, whose symbols use one table whatever their contexts.
+    /// Bit mask of the planes whose symbols all use one table, whatever their contexts.
     pub(crate) one_table: u8,
-    /// For each plane the tables that all chunks may share, as they stand in the side data; empty if
+    /// For each plane, the tables that all chunks may share, as the side data stores them; empty if
     /// there are none.
     pub(crate) shared: Vec<Vec<u8>>,
 }
 
 impl TensorPlan {
-    /// A plan that no planner made, without side data or shared tables.
+    /// A plan that was not made by the planner, without side data or shared tables.
     pub fn new(plan: Plan, planes: Vec<PlaneCoding>, chunk_log2: u8) -> Self {
         Self {
             plan,
@@ -72,7 +72,7 @@ impl TensorPlan {
         }
     }
 
-    /// The side data that the index keeps. `shared`: whether a chunk used the shared tables.
+    /// The side data that the index keeps. `shared`: whether any chunk used the shared tables.
     ///
     /// # Errors
     /// `Limit` if there is too much of it.

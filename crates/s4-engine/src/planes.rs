@@ -1,4 +1,4 @@
-//! Values into the planes of a layout, and back.
+//! Splits values into the planes of a layout, and merges them again.
 
 use s4_format::layout::{MAX_PLANES, Planes};
 use s4_format::{Error, LayoutId, Result, crc32c_append};
@@ -66,13 +66,13 @@ impl Layout {
         Ok(())
     }
 
-    /// As [`Layout::split`], of values that may change meanwhile. Gives the CRC-32C of those that were
-    /// split.
+    /// As [`Layout::split`], for values that may change meanwhile. Returns the CRC-32C of the
+    /// values that were split.
     pub(crate) fn split_once(&self, src: &[u8], scratch: &mut Scratch) -> Result<u32> {
         let width = self.width.bytes();
         let sizes = self.planes(src.len())?;
         if self.id == LayoutId::TOKEN {
-            // Its planes cannot be made piece by piece; it is one of differences, which are copies.
+            // Its planes cannot be made piece by piece, and it is only used for differences, which are copies.
             return Err(Error::unsupported("layout `token` of values themselves"));
         }
         self.make_room(sizes.sizes(), &mut scratch.planes);
@@ -91,14 +91,14 @@ impl Layout {
         Ok(crc)
     }
 
-    /// Splits a part of `n` values, from number `first` on, into planes that have room for all. (Not for
-    /// layout `token`.) `first` is a multiple of eight.
+    /// Splits a part of `n` values, from value index `first` on, into planes that have room for
+    /// all. `first` is a multiple of eight. (Not for layout `token`.)
     fn split_part(&self, src: &[u8], (first, n): (usize, usize), planes: &mut [Vec<u8>; 4]) {
         let (k, w) = (&self.kernels, self.width);
         let len = src.len() / w.bytes();
         let [p0, p1, p2, p3] = planes;
         let part = first..first + len;
-        // The low bytes of a value, which are no plane of their own of two bytes.
+        // The low bytes of a value. Values of two bytes have no plane for them.
         let low = w.bytes().saturating_sub(2);
         let low = first * low..(first + len) * low;
         match self.id {
@@ -127,8 +127,8 @@ impl Layout {
         }
     }
 
-    /// Merges planes into `dst`: those that were stored raw are taken from the frame itself. If `sum`,
-    /// returns the CRC-32C of `dst` if that is at hand.
+    /// Merges planes into `dst`, taking those that were stored raw from the frame itself. If `sum`,
+    /// returns the CRC-32C of `dst` if it is at hand.
     pub(crate) fn merge(
         &self,
         sizes: &[usize],
@@ -155,7 +155,7 @@ impl Layout {
         };
         match self.id {
             LayoutId::FIELDS => {
-                // The end of plane 1 may have been carried by the stream before it.
+                // The stream before plane 1 may have carried its end.
                 let head = plane(1).len();
                 let (e, e_tail) = plane(0).split_at(head);
                 let (b, b_tail) = plane(2).split_at(head * (w.bytes() - 2));
@@ -183,7 +183,7 @@ impl Layout {
     }
 }
 
-/// Bytes of the raw bits that belong to tokens.
+/// Length of the plane of raw bits that belong to these tokens, in bytes.
 pub(crate) fn token_plane_len(width: usize, tokens: &[u8]) -> Result<usize> {
     let w = width_of(width)?;
     let mut bits = 0usize;

@@ -1,5 +1,5 @@
-//! Prediction as a stage: what is expected of a chunk's values is taken away before they are split into
-//! planes, and added again after they were merged.
+//! Prediction as a stage: values are replaced by residuals before they are split into planes, and
+//! restored after the planes are merged.
 
 use s4_delta::Residual;
 use s4_format::limits::MAX_INPUTS;
@@ -12,12 +12,12 @@ use crate::CpuEngine;
 use crate::once::{self, PIECE};
 use crate::scratch::{sized, width_of};
 
-/// The values of a predictor's input for the chunk that is decoded.
+/// The values of a predictor's input for the chunk being decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum InputValues<'a> {
-    /// These.
+    /// These bytes.
     Slice(&'a [u8]),
-    /// Those that lie in the destination, and become the chunk's own.
+    /// Those in the destination, where the chunk's own values replace them.
     Destination,
 }
 
@@ -27,18 +27,18 @@ pub(crate) struct Prediction<'a> {
     kernels: Kernels,
     predictor: &'a dyn Predict,
     tensor: Tensor<'a>,
-    /// Number of the chunk's first value.
+    /// Index of the chunk's first value.
     first: u64,
     residual: Residual,
     width: Width,
     contexts: &'a dyn ContextModel,
-    /// With contexts `update`: what they are told from, besides the predictor's own inputs.
+    /// With contexts `update`: how they are derived from the inputs after the predictor's own.
     update: Option<Update>,
 }
 
 impl CpuEngine {
-    /// The prediction of a chunk from value number `first` on, by a plan; `None` if its values are stored
-    /// by themselves.
+    /// The prediction of a chunk from value index `first` on, by a plan; `None` if its values are
+    /// stored without one.
     ///
     /// # Errors
     /// `Unsupported` for a predictor that this engine does not have; `Corrupt` if the residual does not
@@ -94,7 +94,7 @@ impl Prediction<'_> {
         Ok(())
     }
 
-    /// Bytes of an input for `len` bytes of whole values.
+    /// Bytes of an input that belong to `len` bytes of whole values.
     fn scaled(&self, input: usize, len: usize) -> usize {
         match (self.predictor.inputs().get(input), self.update) {
             (Some(kind), _) => len * kind.scale(),
@@ -105,7 +105,7 @@ impl Prediction<'_> {
         }
     }
 
-    /// Negates residuals where the first moment, of which `inputs` are the same values, is positive.
+    /// Negates residuals where the first moment is positive. `inputs` are those of the same values.
     fn turn(&self, inputs: &[&[u8]], residuals: &mut [u8]) -> Result<()> {
         match (self.residual, self.update, inputs) {
             (Residual::Descent, Some(update), [_, first, ..]) => {
@@ -116,7 +116,8 @@ impl Prediction<'_> {
         }
     }
 
-    /// `len` bytes' worth of each input from byte `at` of the chunk on; `there`: those of the destination.
+    /// The part of each input that belongs to `len` bytes of the chunk from byte `at` on; `there`
+    /// is that part of the destination.
     pub(crate) fn parts<'b>(
         &self,
         inputs: &[InputValues<'b>],
@@ -130,8 +131,8 @@ impl Prediction<'_> {
         })
     }
 
-    /// Writes what is left of values after prediction into `to`, which is as long. Gives the CRC-32C of
-    /// the values, which may change meanwhile.
+    /// Writes the residuals of `src` into `to`, which is as long. Returns the CRC-32C of the
+    /// values, which may change meanwhile.
     pub(crate) fn residuals(
         &self,
         src: &[u8],
@@ -164,8 +165,8 @@ impl Prediction<'_> {
         self.check(len, inputs.iter().map(|input| input.len(len)))
     }
 
-    /// Undoes [`Prediction::residuals`]: makes the residuals in `values` values. No input lies there, and
-    /// all were checked.
+    /// Undoes [`Prediction::residuals`]: turns the residuals in `values` into values. No input may
+    /// lie there, and all must have been checked.
     pub(crate) fn restore(
         &self,
         inputs: &[InputValues<'_>],
@@ -186,8 +187,8 @@ impl Prediction<'_> {
         Ok(())
     }
 
-    /// As [`Prediction::restore`], where an input lies in `values`, which become the chunk's own. `residuals`,
-    /// of which there are as many, are used up.
+    /// As [`Prediction::restore`], where an input lies in `values` and the chunk's own values
+    /// replace it. `residuals`, as long as `values`, is overwritten.
     pub(crate) fn restore_over(
         &self,
         inputs: &[InputValues<'_>],
@@ -204,7 +205,7 @@ impl Prediction<'_> {
             let predicted = self.predict(at, &before[..inputs.len()], &mut room[..len])?;
             let (kernels, width) = (self.kernels, self.width);
             match predicted {
-                // Of an XOR it does not matter which of the two is the difference.
+                // XOR is symmetric: the residuals can be applied to the parent in place.
                 Predicted::Input(i)
                     if inputs[i].is_destination() && self.residual == Residual::Xor =>
                 {
@@ -224,12 +225,12 @@ impl Prediction<'_> {
         Ok(())
     }
 
-    /// Whether planes of residuals are expected to be sparse.
+    /// Whether the planes of residuals are expected to be sparse.
     pub(crate) fn is_sparse(&self) -> bool {
         self.predictor.is_sparse()
     }
 
-    /// Whether contexts are told from moments.
+    /// Whether contexts are derived from moments.
     pub(crate) fn is_told(&self) -> bool {
         self.update.is_some()
     }
@@ -239,8 +240,8 @@ impl Prediction<'_> {
         self.contexts.tables(layout, plane) > 1
     }
 
-    /// The table of each of the `len` symbols of the plane behind `planes`, if it has several, into `to`, which holds what
-    /// was asked for last of the same chunk, or nothing.
+    /// Writes to `to` the context of each of the `len` symbols of the plane after `planes`. On entry `to` is empty or
+    /// holds the contexts of an earlier plane of the same chunk, which are kept if they do not depend on planes.
     pub(crate) fn contexts(
         &self,
         layout: LayoutId,
@@ -259,7 +260,7 @@ impl Prediction<'_> {
         Ok(())
     }
 
-    /// Predicts the values from byte `at` of the chunk on.
+    /// Predicts the chunk's values from byte `at` on.
     fn predict(&self, at: usize, inputs: &[&[u8]], out: &mut [u8]) -> Result<Predicted> {
         let first = self.first + (at / self.width.bytes()) as u64;
         let predicted = self.predictor.predict(self.kernels, &self.tensor, first, inputs, out)?;
@@ -278,7 +279,7 @@ impl<'a> InputValues<'a> {
         matches!(self, Self::Destination)
     }
 
-    /// Its bytes, if the chunk has `len`.
+    /// Its length in bytes, for a chunk of `len` bytes.
     fn len(&self, len: usize) -> usize {
         match self {
             Self::Slice(values) => values.len(),
@@ -286,7 +287,7 @@ impl<'a> InputValues<'a> {
         }
     }
 
-    /// `len` of its bytes from number `at` on; `there`: those of the destination.
+    /// `len` of its bytes from byte `at` on; `there` is that part of the destination.
     fn part<'b>(&self, at: usize, there: &'b [u8], len: usize) -> &'b [u8]
     where
         'a: 'b,

@@ -5,23 +5,23 @@ use s4_format::layout::MAX_PLANES;
 use s4_format::{Error, LayoutId, Result};
 use s4_planes::Width;
 
-/// Buffers for the planes of one chunk, and what codecs reuse. They grow to what a chunk needs and
-/// stay.
+/// Buffers for the planes of one chunk, and memory that codecs reuse. They grow to what a chunk
+/// needs and are kept.
 #[derive(Debug, Default)]
 pub struct Scratch {
     pub(crate) planes: [Vec<u8>; 4],
-    /// Encoded streams, and how long each is; `None`: the stream is the plane itself.
+    /// Encoded streams. `coded` holds their lengths; `None`: the stream is the plane itself.
     pub(crate) streams: Vec<Vec<u8>>,
     pub(crate) coded: [Option<usize>; MAX_PLANES],
-    /// A stream whose end was carried by the one before it, put together again.
+    /// A stream whose end the previous one carried, put together again.
     pub(crate) joined: Vec<u8>,
-    /// What the stream decoded last carried, and what the one before it did.
+    /// What the stream decoded last carried, and in `tail` what the one before it carried.
     pub(crate) carry: Vec<u8>,
     pub(crate) tail: Vec<u8>,
     /// The end of a raw plane whose start lies in the frame.
     pub(crate) split: Vec<u8>,
     pub(crate) residuals: Vec<u8>,
-    /// Predicted values that are no input's.
+    /// Predicted values that are not just those of an input.
     pub(crate) predicted: Vec<u8>,
     /// The table of each symbol of a plane.
     pub(crate) contexts: Vec<u8>,

@@ -1,9 +1,9 @@
-//! Tables that the chunks of a tensor share, as its side data keeps them.
+//! Tables that the chunks of a tensor share, as its side data stores them.
 
 use s4_format::layout::MAX_PLANES;
 use s4_format::{Error, Result};
 
-/// For each plane the bytes of its shared tables; empty if it has none.
+/// For each plane, the bytes of its shared tables; empty if it has none.
 ///
 /// On disk: a `u32` length for each of eight planes, then the tables of each plane in order, as
 /// `docs/codecs/rans.md` writes them.
@@ -31,7 +31,7 @@ impl<'a> SharedTables<'a> {
         self.planes.get(i).copied().unwrap_or(&[])
     }
 
-    /// The section of these tables of each plane.
+    /// The section that holds the given tables of each plane.
     pub(crate) fn to_bytes(tables: &[Vec<u8>]) -> Vec<u8> {
         let mut section = vec![];
         for i in 0..MAX_PLANES {

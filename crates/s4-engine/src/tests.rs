@@ -1,4 +1,4 @@
-//! Tests of the engine as a whole: needs the inside of plans.
+//! Tests of the engine as a whole that need the private parts of plans.
 
 use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
@@ -120,7 +120,7 @@ fn every_pattern_comes_back_and_every_simd_writes_the_same_bytes() {
     }
 }
 
-/// Values with a row and a column factor, as second moments have them.
+/// Values that are products of a row and a column factor, as second moments are.
 fn rank1_values(rows: usize, cols: usize) -> Vec<u8> {
     let noise =
         patterns::all(Kind::int(Width::B4), rows * cols).find(|p| p.0 == "random").unwrap().1;
@@ -248,7 +248,7 @@ fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_par
                             .map(|()| out)
                     };
                     assert!(decode(parent).unwrap() == values, "{dtype} {name} {layout}");
-                    // Without the parent, or with another, it is an error: never other values.
+                    // Without the parent, or with a different one, decoding is an error: never other values.
                     if !record.plain {
                         assert!(decode(&parent[1..]).is_err());
                         let mut other = parent.to_vec();
@@ -345,7 +345,7 @@ fn the_planner_looks_into_few_chunks_of_a_parent() {
             let mut chunks: Vec<_> =
                 probes.iter().flat_map(|p| [p.start / chunk, (p.end - 1) / chunk]).collect();
             chunks.dedup();
-            // A third of a large tensor's at most.
+            // At most a third of a large tensor's chunks.
             let most = if values < 24 * chunk { 5 } else { 8 };
             assert!(chunks.len() <= most, "{values} values of {dtype}: {chunks:?}");
         }
@@ -363,7 +363,7 @@ fn a_short_last_chunk_shares_the_tensors_table() {
     assert!(e.chunks.iter().any(|c| c.0.shared), "no chunk uses the shared table");
     assert!(!e.side.get(SideKind::TABLES).is_empty());
     assert!(decode(&engine, &view, &e, 0).unwrap() == data);
-    // Without its side data the tensor is refused, not misread.
+    // Without its side data the tensor is refused, not decoded to something else.
     let bare = Encoded { side: Side::default(), ..e };
     assert!(decode(&engine, &view, &bare, 0).is_err());
 }
@@ -411,7 +411,7 @@ fn frames_damaged_by_someone_who_mends_checksums_do_no_harm() {
     }
 }
 
-/// Decodes a damaged frame whose own checksum fits: data or an error, and never other data.
+/// Decodes a damaged frame with a matching checksum: the result is the data or an error, never other data.
 fn mended(engine: &CpuEngine, view: &TensorView<'_>, clean: &Encoded, frame: Vec<u8>) {
     let mut chunk = clean.chunks[0].0;
     let planes = Planes::new(clean.plan.plan.layout, view.dtype.value_width(), 0).unwrap();

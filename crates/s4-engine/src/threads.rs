@@ -1,4 +1,4 @@
-//! The CPU engine on the threads of its caller: a window of chunks is encoded while the one before is
+//! The CPU engine on its caller's threads: a window of chunks is encoded while the previous one is
 //! handed on.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -14,10 +14,10 @@ use crate::{
     TensorView, Values,
 };
 
-/// Tensors that are planned together: samples of so many parents are in memory at once.
+/// Tensors planned in one batch: the samples of this many parents are in memory at once.
 const PLANNED: usize = 64;
 
-/// Memory that calls reuse, for as many threads as need some at once.
+/// Buffers that calls reuse, as many as threads needed at the same time.
 #[derive(Debug, Default)]
 pub(crate) struct ScratchPool {
     scratch: Mutex<Vec<Scratch>>,
@@ -25,7 +25,7 @@ pub(crate) struct ScratchPool {
 }
 
 impl ScratchPool {
-    /// Does work with scratch memory that no other thread has.
+    /// Runs `work` with scratch memory that no other thread is using.
     pub(crate) fn with<T>(&self, work: impl FnOnce(&mut Scratch) -> T) -> T {
         let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
         let out = work(&mut scratch);
@@ -42,7 +42,7 @@ struct Frame {
     moments: [Vec<u8>; 2],
 }
 
-/// What the chunks of a window became.
+/// The outcome for each chunk of a window.
 type Outcomes<E> = Vec<Option<Result<EncodedChunk, E>>>;
 
 impl Engine for CpuEngine {
@@ -177,7 +177,7 @@ impl CpuEngine {
         let mut inputs = match opened {
             Ok(inputs) => inputs.into_iter(),
             Err(e) => {
-                // The first frame is looked at first: nothing after it is handed on.
+                // Outcomes are read in order, so an error in the first one keeps all later ones from being handed on.
                 done.iter_mut().take(1).zip([e]).for_each(|(first, e)| *first = Some(Err(e)));
                 return;
             }
@@ -189,7 +189,7 @@ impl CpuEngine {
         });
     }
 
-    /// Plans a tensor of the host, of which the moments may be known.
+    /// Plans a tensor in host memory, with samples of its moments if there are any.
     fn plan_by_moments(
         &self,
         job: PlanJob<'_>,
@@ -237,7 +237,7 @@ impl CpuEngine {
         let mut given = [&[][..]; 3];
         given[0] = values.unwrap_or(&[]);
         let mut count = usize::from(values.is_some());
-        // Whether what is stored of an input is other than what it holds now.
+        // Whether an input no longer holds what was stored of it.
         let mut gone = plan.plan.own_input().is_some() && values.is_some_and(<[u8]>::is_empty);
         if plan.plan.moments().is_some() {
             let moments =
@@ -263,7 +263,7 @@ impl CpuEngine {
     }
 }
 
-/// The values of a tensor of the host.
+/// The values of a tensor in host memory.
 fn host_values<'a>(tensor: usize, t: &TensorValues<'a>) -> Result<&'a [u8], TensorError> {
     match t.values {
         Values::Host(data) => Ok(data),
@@ -274,7 +274,7 @@ fn host_values<'a>(tensor: usize, t: &TensorValues<'a>) -> Result<&'a [u8], Tens
     }
 }
 
-/// What a mutex guards, which is whole also where a thread ended early that had it.
+/// Locks a mutex, even a poisoned one: its content stays whole when a thread that holds it panics.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -18,7 +18,7 @@ impl Values<'_> {
         }
     }
 
-    /// The memory of a device that they are in.
+    /// The device memory that they are in.
     pub fn memory(&self) -> Option<DeviceMemory> {
         match self {
             Self::Host(_) => None,
@@ -56,31 +56,31 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// `bytes` bytes at `address` of device `ordinal`. What was queued on `stream` before they are
-    /// used here is waited for: the handle of a stream (`torch.cuda.current_stream().cuda_stream`), 0
-    /// for the legacy default stream.
+    /// `bytes` bytes at `address` of device `ordinal`. Work queued on `stream` before the bytes are
+    /// used is waited for. `stream` is the handle of a stream
+    /// (`torch.cuda.current_stream().cuda_stream`), or 0 for the legacy default stream.
     ///
     /// # Safety
-    /// - They are memory of that device, and `stream` a stream of its primary context, as long as this
-    ///   value or a copy of it is in use.
+    /// - They are memory of that device, and `stream` is a stream of its primary context, as long
+    ///   as this value or a copy of it is in use.
     /// - While a call works on them nothing else writes them, and, if the call writes them, nothing
-    ///   else reads them either. (What a call that encodes them makes of values that change meanwhile is
-    ///   sound, and each is what it was at some time: every byte is read once.)
+    ///   else reads them either. (A call that encodes them stays sound if they change meanwhile,
+    ///   and stores each value as it was at some time: every byte is read once.)
     pub unsafe fn new(ordinal: u32, address: u64, bytes: u64, stream: u64) -> Self {
         Self { ordinal, stream, address, bytes, fixed: false }
     }
 
-    /// The same bytes, which nobody changes: a call that encodes them works on them where they are, and not on copies
-    /// that it makes first.
+    /// The same bytes, which nobody changes: a call that encodes them reads them in place instead
+    /// of copying them first.
     ///
     /// # Safety
-    /// Nothing writes them as long as this value or a copy of it is in use.
+    /// Nothing writes them while this value or a copy of it is in use.
     #[must_use]
     pub unsafe fn fixed(self) -> Self {
         Self { fixed: true, ..self }
     }
 
-    /// Whether it was said that nobody changes them.
+    /// Whether [`DeviceMemory::fixed`] promised that nobody changes them.
     pub fn is_fixed(&self) -> bool {
         self.fixed
     }
@@ -88,7 +88,7 @@ impl DeviceMemory {
     /// `len` of the bytes, from `first` on.
     ///
     /// # Errors
-    /// `Argument` if there are not as many.
+    /// `Argument` if that is beyond the end.
     #[cfg(feature = "cuda")]
     pub fn part(&self, first: u64, len: u64) -> s4_codec_gpu::Result<Self> {
         if first.checked_add(len).is_none_or(|end| end > self.bytes) {
@@ -100,7 +100,7 @@ impl DeviceMemory {
         Ok(Self { address: self.address + first, bytes: len, ..*self })
     }
 
-    /// Number of the device.
+    /// Ordinal of the device.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
@@ -110,12 +110,12 @@ impl DeviceMemory {
         self.stream
     }
 
-    /// Where they start.
+    /// Address of the first byte.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// How many.
+    /// Number of bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

@@ -1,4 +1,4 @@
-//! Plans by what was chosen for the same tensor before: the same as without, as long as it holds.
+//! Plans with an earlier choice for the same tensor: the same as without it, as long as it holds.
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
@@ -13,7 +13,7 @@ const ROWS: usize = 500;
 const COLS: usize = 700;
 const SHAPE: [u64; 2] = [ROWS as u64, COLS as u64];
 
-/// Numbers that look like chance, between -1 and 1, in the shape of a bell.
+/// Pseudorandom numbers between -1 and 1, distributed like a bell.
 fn bell(i: usize, seed: u64) -> f32 {
     let hash = |n: u64| {
         let n = (i as u64 ^ (seed << 32) ^ (n << 56)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -70,7 +70,7 @@ fn plan_of(
     CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
 }
 
-/// All of a plan but what is to be chosen the next time.
+/// All of a plan except the choice for the next time.
 fn stored(plan: &TensorPlan) -> String {
     let mut plan = plan.clone();
     plan.choice = None;
@@ -179,7 +179,7 @@ fn choices_of_other_tensors_say_nothing() {
         let given = plan_of(dtype, &shape, data, parent, choice);
         assert_eq!((stored(&given), given.choice), (stored(&fresh), fresh.choice));
     }
-    // One of a delta, for a tensor without a parent.
+    // A delta's choice, for a tensor without a parent.
     let fresh = plan(&now, None, None);
     assert_eq!(stored(&plan(&now, None, choice)), stored(&fresh));
 }
@@ -202,7 +202,7 @@ fn what_is_chosen_for_one_tensor_is_tried_for_others_that_are_alike() {
     let like = plan(&other, None, Some(alike(&first)));
     let itself = plan(&other, None, None);
     assert_eq!(stored(&like), stored(&itself));
-    // From then on it is a choice for the tensor itself, of its own bits.
+    // From then on it is the tensor's own choice, with its own bits.
     let again = plan(&other, None, like.choice);
     assert_eq!(again.choice, like.choice);
     assert_ne!(like.choice, Some(alike(&first)));
@@ -212,7 +212,7 @@ fn what_is_chosen_for_one_tensor_is_tried_for_others_that_are_alike() {
 fn a_tensor_that_turns_out_otherwise_is_planned_as_if_nothing_were_known() {
     let even = plan(&weight(3, 1000.0), None, None).choice.unwrap().for_one_alike();
     let (rows, before) = (moment(1), weight(3, 1000.0));
-    // Its rows and columns have sizes of their own, and nothing suggested that of the first one.
+    // Its rows and columns differ in size, which nothing suggested for the first one.
     let unlike = plan(&rows, None, Some(even));
     assert_eq!(unlike.plan.predictor, PredictorId::RANK1);
     let itself = plan(&rows, None, None);

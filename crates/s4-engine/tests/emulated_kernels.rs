@@ -78,7 +78,7 @@ impl Expected {
         }
     }
 
-    /// The kernels that can encode it: the fused ones, if there are, and the composed ones.
+    /// The kernels that can encode it: the fused ones, if there are any, and the composed ones.
     fn encode_kinds(&self) -> Vec<Kind> {
         let fused = Kind::fused(self.plan.layout, self.width(), self.coding);
         fused.into_iter().chain([Kind::Composed]).collect()
@@ -286,7 +286,7 @@ fn every_layout_with_every_coding_is_coded_as_by_the_cpu() {
             }
         }
     }
-    // A plane of the most symbols that a chunk has.
+    // A plane with the most symbols that a chunk has.
     let data = pattern(patterns::Kind::int(Width::B8), "sparse", 1 << 16);
     all.extend(forced(DType::Int64, LayoutId::WHOLE, &data, &[p12]));
     compare("forced", &all);
@@ -349,7 +349,7 @@ fn residuals_are_the_cpus() {
         let name = if kind.exponent_bits > 0 { "like-weights" } else { "sparse" };
         let floats = kind.exponent_bits > 0 && dtype.value_width() > 1;
         let layout = if floats { LayoutId::FIELDS } else { LayoutId::WHOLE };
-        // Beyond 8192 symbols other streams are counted by a sample.
+        // Beyond 8192 symbols, the counts of other streams come from a sample.
         for n in [1237, 9001] {
             let values = pattern(kind, name, n);
             for residual in [ResidualId::XOR, ResidualId::SUB] {
@@ -390,7 +390,7 @@ fn residuals_are_the_cpus() {
         decode.push(Decode { parent, residual: id, ..e.decode(Kind::Composed, skew) });
         expected.push(e);
     }
-    // What is no difference is not for these kernels, nor a difference for the others.
+    // These kernels refuse what is not a difference, and the others refuse a difference.
     let mut wrong = [encode[0].clone(), encode[0].clone()];
     wrong[0].kind = Kind::Composed;
     (wrong[1].residual, wrong[1].parent) = (0, vec![]);
@@ -463,7 +463,7 @@ fn checksums_and_copies_are_right_at_any_address() {
     }
 }
 
-/// Whether the CPU takes a frame whose own checksum fits, and what it makes of it.
+/// What the CPU decodes from a frame whose own checksum matches; `None` if it refuses the frame.
 fn decode_on_cpu(e: &Expected, frame: &[u8], crc_encoded: u32) -> Option<Vec<u8>> {
     let shape = [(e.values.len() / e.dtype.size()) as u64];
     let spec = TensorSpec {
@@ -491,7 +491,7 @@ fn decode_on_cpu(e: &Expected, frame: &[u8], crc_encoded: u32) -> Option<Vec<u8>
     done.is_ok().then_some(out)
 }
 
-/// A frame with one damage: number `i` of many.
+/// A frame with one of many kinds of damage, chosen by `i`.
 fn damaged(frame: &[u8], i: usize) -> Vec<u8> {
     let mut bad = frame.to_vec();
     let noise = |k: usize| k.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;

@@ -17,7 +17,7 @@ use s4_planes::patterns::{self, Kind};
 
 const PRESET: Preset = Preset::Fast;
 const DTYPE: DType = DType::BFloat16;
-/// Numbers of a tensor and of its chunk, and the frame.
+/// Indices of a tensor and of its chunk, and the frame.
 type Frame = (usize, u64, Vec<u8>);
 /// A tensor's plan and side data, and the record and frame of each chunk.
 type Coded = (TensorPlan, Side, Vec<(ChunkRecord, Vec<u8>)>);
@@ -26,7 +26,7 @@ fn weights(n: usize) -> Vec<u8> {
     patterns::all(Kind::BF16, n).into_iter().find(|p| p.0 == "like-weights").unwrap().1
 }
 
-/// Three chunks, one, and a part of one; and the same a step earlier.
+/// Tensors of three chunks, one, and part of one, each with its values a step earlier.
 fn tensors() -> Vec<[Vec<u8>; 2]> {
     let pair = |n| {
         let before = weights(n);
@@ -188,7 +188,7 @@ fn frames_do_not_depend_on_threads_windows_or_where_parents_are() {
             }
         }
     }
-    // What cannot be read is an error, of the first chunk that needs it; nothing follows it.
+    // An input that cannot be read is an error of the first chunk that needs it, and nothing follows it.
     for (given, what) in [
         (Given::Nowhere, "tensor number 0: corrupt data (chunk 0): gone"),
         (Given::Device, "a delta without the values of its parent"),

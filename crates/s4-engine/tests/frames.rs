@@ -1,5 +1,5 @@
-//! Frames that no writer of this project makes: every codec for every plane of every layout, with and
-//! without carried bytes, and what is nearly such a frame. Each is decoded, or refused by an error.
+//! Frames that no writer of this project makes: every codec for every plane of every layout, with and without carried
+//! bytes, and frames that are nearly valid. Each is decoded, or refused with an error.
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
@@ -15,7 +15,7 @@ use s4_format::{
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Kernels, Simd, Width, token_bound};
 
-/// How a plane is coded, where it can be; else it is raw.
+/// How a plane is coded, if it can be; otherwise it is raw.
 #[derive(Debug, Clone, Copy)]
 enum Coding {
     By(CodecId),
@@ -131,7 +131,7 @@ impl Case {
         Some(Self { dtype, plan, values, planes })
     }
 
-    /// The values, if the frame is decoded: with memory that was used before as with fresh memory.
+    /// The values, if the frame is decoded: the same with used scratch memory as with fresh memory.
     fn decode(&self, engine: &CpuEngine, frame: &Frame, used: &mut Scratch) -> Option<Vec<u8>> {
         let shape = [(self.values.len() / self.dtype.size()) as u64];
         let side = Side::default();
@@ -180,7 +180,7 @@ impl Random {
     }
 }
 
-/// Every choice of codings for `planes` planes, or as many at random.
+/// Every combination of codings for `planes` planes, or `most` random ones if there are more.
 fn choices(planes: usize, most: usize, random: &mut Random) -> Vec<Vec<Coding>> {
     let all = codings();
     let count = u32::try_from(planes).ok().and_then(|p| all.len().checked_pow(p));

@@ -1,4 +1,4 @@
-//! A codec and a predictor of an embedder's own, each one value that an engine is given.
+//! An embedder's own codec and predictor, each a single value given to an engine.
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
@@ -16,7 +16,7 @@ use s4_format::{
 use s4_planes::{Kernels, Simd};
 use s4_predict::{ContextModel, Known, NoContexts, Predict, Predicted, Predictors, Tensor};
 
-/// Two symbols below 16 in a byte, each less the parameter.
+/// Two symbols below 16 in a byte, each minus the parameter.
 #[derive(Debug)]
 struct Nibbles;
 
@@ -118,7 +118,7 @@ fn a_codec_of_ones_own_encodes_and_decodes() {
     let coded = encode(&engine, &view, &plan, &[]).unwrap();
     assert!(!coded.0.plain && coded.1.len() < 2600, "{} bytes", coded.1.len());
     assert!(decode(&engine, (&view, &plan), &coded, &[], vec![0; 5001]).unwrap() == data);
-    // An engine that was not given it refuses the plan and the frame.
+    // An engine without it refuses the plan and the frame.
     let other = CpuEngine::new(Simd::detect());
     let refused = encode(&other, &view, &plan, &[]).unwrap_err();
     assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
@@ -126,7 +126,7 @@ fn a_codec_of_ones_own_encodes_and_decodes() {
     assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
 }
 
-/// Expects a byte of the input, plus three; with contexts, the second plane's symbols by the first's.
+/// Predicts a byte of the input, plus three; with contexts, the second plane's symbols depend on the first's.
 #[derive(Debug)]
 struct PlusThree {
     contexts: bool,
@@ -187,7 +187,7 @@ fn a_predictor_of_ones_own_has_inputs_and_contexts() {
         (x >> 56) as u8
     };
     let input: Vec<u8> = (0..2 * n).map(|_| noise()).collect();
-    // The high byte differs from what is expected by 0 to 3, and the low byte by as many times 50, about.
+    // The high byte differs from its prediction by 0 to 3, and the low byte by about 50 times as much.
     let mut data: Vec<u8> = input.iter().map(|b| b.wrapping_add(3)).collect();
     for pair in data.chunks_mut(2) {
         let kind = noise() % TABLES;

@@ -1,4 +1,4 @@
-//! Contexts `update`, forced on values of every kind: they cost bytes, and never a value.
+//! Contexts `update`, forced on values of every kind: they may cost bytes, but never a value.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -81,7 +81,7 @@ fn every_pattern_of_every_dtype_comes_back_and_every_simd_writes_the_same_bytes(
     }
 }
 
-/// Weights, what they were, and moments that tell the difference.
+/// Weights, their values a step before, and moments that predict the difference.
 fn step(n: usize) -> [Vec<u8>; 4] {
     let noise = |i: usize, k: u64| {
         let x = (i as u64 + (k << 32) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -170,7 +170,7 @@ fn inputs_that_do_not_fit_are_refused() {
         (&good, [&before, &m, &v[..10_000]]),
         (&narrow, [&before, &m, &v]),
         (&bare, [&before, &m, &v]),
-        // Values of another place: what comes out is not what was stored.
+        // Swapped moments: the result is not what was stored.
         (&good, [&before, &v, &m]),
     ] {
         assert!(decode(&engine, &view, plan, inputs, &encoded).is_err());

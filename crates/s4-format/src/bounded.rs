@@ -1,6 +1,6 @@
-//! JSON maps and lists with a bounded number of entries, and no key of a map twice.
+//! JSON maps and lists with a bounded number of entries. A map has no key twice.
 //!
-//! An entry is a few bytes of text and up to some hundred of memory.
+//! The bound limits memory: an entry of a few bytes of text can take a few hundred bytes of memory.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -42,7 +42,7 @@ pub(crate) fn region<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Vec<[u64;
     Ok(list.map(|list| list.0))
 }
 
-/// At most `MOST` elements.
+/// A list of at most `MOST` elements.
 struct List<T, const MOST: usize>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>, const MOST: usize> Deserialize<'de> for List<T, MOST> {

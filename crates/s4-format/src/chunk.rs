@@ -7,20 +7,21 @@ use crate::layout::MAX_PLANES;
 use crate::limits::{ALIGN, MAX_CHUNK_BYTES};
 use crate::wire::Cursor;
 
-/// Where a chunk is, how long, and what its bytes must hash to. 24 bytes in a chunk table.
+/// Where a chunk is, how long it is, and the checksums that its bytes must have. 24 bytes in a
+/// chunk table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRecord {
     /// Offset of the first byte within the object.
     pub offset: u64,
-    /// Number of the object in the manifest's list.
+    /// Index of the object in the manifest's list.
     pub object: u32,
     /// Bytes on disk, at most [`MAX_CHUNK_BYTES`].
     pub len: u32,
     /// Whether the frame is the bare values, without header and streams.
     pub plain: bool,
-    /// CRC-32C of the chunk's header and of its streams that are not `raw`, in this order
-    /// ([`StreamList::crc`]): of all that a decoder interprets. The other bytes are those of the
-    /// values, which have a checksum of their own. If `plain`, the same as `crc_raw`.
+    /// CRC-32C of the chunk's header followed by its streams that are not `raw`
+    /// ([`StreamList::crc`]): all that a decoder interprets. The bytes of `raw` streams are covered
+    /// by the checksum of the values. If `plain`, the same as `crc_raw`.
     pub crc_encoded: u32,
     /// CRC-32C of the values' bytes.
     pub crc_raw: u32,
@@ -45,7 +46,8 @@ impl ChunkRecord {
     /// Reads a table of records that fills `bytes` exactly.
     ///
     /// # Errors
-    /// `Corrupt` if the size is no multiple of a record's, or a record's length passes the limit.
+    /// `Corrupt` if the size is not a multiple of a record's, `Limit` if a record's length is above
+    /// [`MAX_CHUNK_BYTES`].
     pub fn parse_table(bytes: &[u8]) -> Result<Vec<Self>> {
         if !bytes.len().is_multiple_of(Self::SIZE) {
             return Err(
@@ -108,10 +110,11 @@ impl StreamEntry {
         }
     }
 
-    /// Reads the header of a chunk and finds its streams: entries and, for each, its bytes.
+    /// Reads the header of a chunk and finds its streams: the entry and the bytes of each.
     ///
     /// # Errors
-    /// `Truncated` or `Corrupt` if header and streams do not fill the chunk exactly.
+    /// `Truncated` or `Corrupt` if header and streams do not fill the chunk exactly; `Limit` for
+    /// more than [`MAX_PLANES`] streams.
     pub fn parse_chunk(chunk: &[u8], streams: usize) -> Result<StreamList<'_>> {
         if streams > MAX_PLANES {
             return Err(Error::limit(format!("{streams} streams")));
@@ -168,8 +171,8 @@ impl<'a> StreamList<'a> {
         &self.items[..self.len]
     }
 
-    /// CRC-32C of the header and of the streams that are not `raw`, gaps left out: what
-    /// [`ChunkRecord::crc_encoded`] must be.
+    /// CRC-32C of the header and of the streams that are not `raw`, without the gaps between them.
+    /// It must equal [`ChunkRecord::crc_encoded`].
     pub fn crc(&self) -> u32 {
         let coded = self.items().iter().filter(|(entry, _)| entry.codec != CodecId::RAW);
         let header = &self.chunk[..StreamEntry::header_len(self.len)];

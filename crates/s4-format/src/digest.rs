@@ -14,7 +14,7 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     u32::try_from(crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes)).unwrap_or(0)
 }
 
-/// CRC-32C of bytes whose own is `crc`, followed by `bytes`.
+/// CRC-32C of some bytes followed by `bytes`, given `crc`, the CRC-32C of the first.
 pub fn crc32c_append(crc: u32, bytes: &[u8]) -> u32 {
     let state = u64::from(!crc);
     let mut digest = Digester::new_with_init_state(CrcAlgorithm::Crc32Iscsi, state);
@@ -69,7 +69,7 @@ impl<'de> Deserialize<'de> for Digest {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
         let text = String::deserialize(d)?;
         let digest: Self = text.parse().map_err(serde::de::Error::custom)?;
-        // One hash has one spelling, so that texts can be compared.
+        // A hash has only one spelling, so that texts can be compared.
         if digest.to_string() == text {
             Ok(digest)
         } else {

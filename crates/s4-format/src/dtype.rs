@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Error, Result};
 
-/// How the bits of an element are organised: what a planner may make use of.
+/// How the bits of an element are organised, which a planner may exploit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// Sign, exponent and mantissa fields, as in IEEE 754; 16, 32 or 64 bits.

@@ -9,9 +9,9 @@ pub struct Location {
     pub part: Option<&'static str>,
     /// Name of the tensor.
     pub tensor: Option<String>,
-    /// Number of the chunk within the tensor.
+    /// Index of the chunk within the tensor.
     pub chunk: Option<u64>,
-    /// Number of the stream within the chunk.
+    /// Index of the stream within the chunk.
     pub stream: Option<usize>,
     /// Byte offset within the part.
     pub offset: Option<u64>,
@@ -129,12 +129,12 @@ impl Error {
     pub fn at_offset(self, offset: u64) -> Self {
         self.at(|p| p.offset = p.offset.or(Some(offset)))
     }
-    /// Adds the number of the stream, unless known.
+    /// Adds the index of the stream, unless known.
     #[must_use]
     pub fn in_stream(self, stream: usize) -> Self {
         self.at(|p| p.stream = p.stream.or(Some(stream)))
     }
-    /// Adds the number of the chunk, unless known.
+    /// Adds the index of the chunk, unless known.
     #[must_use]
     pub fn in_chunk(self, chunk: u64) -> Self {
         self.at(|p| p.chunk = p.chunk.or(Some(chunk)))

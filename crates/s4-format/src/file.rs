@@ -13,7 +13,7 @@ use crate::wire::Cursor;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u16, u16)", into = "(u16, u16)")]
 pub struct Version {
-    /// Changes when readers of the older one cannot read it.
+    /// Changes when readers of the older version cannot read the newer one.
     pub major: u16,
     /// While the major version is 0, readers refuse any other minor version.
     pub minor: u16,
@@ -56,7 +56,7 @@ impl Version {
     }
 }
 
-/// First bytes of a file. The high bit and the line ends show copies that were taken for text.
+/// First bytes of a file. The high bit and the line ends reveal copies that were treated as text.
 pub const MAGIC: [u8; 8] = *b"\x89S4W\r\n\x1a\n";
 /// Last bytes of a file.
 pub const END_MAGIC: [u8; 8] = *b"S4W-END\n";
@@ -84,9 +84,11 @@ pub fn ends_s4w(end: &[u8]) -> bool {
     end.ends_with(&END_MAGIC)
 }
 
-/// Length of the `.s4w` file that starts `bytes`, whatever follows it; `None` if it has no whole footer.
+/// Length of the `.s4w` file at the start of `bytes`, whatever follows it; `None` if it has no
+/// complete footer.
 pub fn first_len(bytes: &[u8]) -> Option<usize> {
-    // Other bytes may look like an end; they have no footer that tells how far away the start is.
+    // The end magic may also occur inside the file, but not after a footer that is valid for a file
+    // of just that length.
     memchr::memmem::find_iter(bytes, &END_MAGIC).find_map(|at| {
         let end = at + END_MAGIC.len();
         let tail = &bytes[end.saturating_sub(FOOTER_LEN)..end];
@@ -142,8 +144,8 @@ impl Footer {
     /// Reads the footer from the last bytes of a file of `file_len` bytes.
     ///
     /// # Errors
-    /// `Truncated` if the end magic is missing, `Corrupt` if the checksum or the place is wrong,
-    /// `Unsupported` for another version.
+    /// `Truncated` if the end magic is missing, `Corrupt` if the checksum or the manifest's place
+    /// is wrong, `Unsupported` for another version, `Limit` for a manifest that is too long.
     pub fn parse(tail: &[u8], file_len: u64) -> Result<Self> {
         Self::parse_inner(tail, file_len).map_err(|e| e.in_part("footer"))
     }
@@ -194,7 +196,7 @@ mod tests {
             bytes
         };
         let nested = file(b"x");
-        // What lies within looks like an end, and like a whole file that starts elsewhere.
+        // The content holds an end magic, and a whole file that starts elsewhere.
         let first = file(&[&END_MAGIC[..], &nested].concat());
         assert_eq!(first_len(&first), Some(first.len()));
         assert_eq!(first_len(&[&first[..], &nested, b"more"].concat()), Some(first.len()));

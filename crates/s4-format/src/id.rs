@@ -1,8 +1,8 @@
 //! Ids of bitstreams, layouts, predictors and residuals.
 //!
 //! An id names what is on disk, never who wrote it: a CPU, a GPU kernel and a vendor library that
-//! write the same bitstream share one id. Ids are append-only. Ids that a later version will build
-//! are present with their names, so that this version can refuse them by name.
+//! write the same bitstream share one id. Ids are append-only. Ids that only a later version will
+//! implement are present with their names, so that this version can refuse them by name.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,12 +11,12 @@ use crate::error::{Error, Result};
 /// Whether this version of the project can read something, and if not, how to say so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Support {
-    /// Built: every reader of this version decodes it.
+    /// Implemented: every reader of this version decodes it.
     Open,
-    /// Named in the format, not built in this version.
+    /// Named in the format, but not implemented in this version.
     Reserved,
-    /// A vendor's closed bitstream: readable only where the vendor's library of the recorded major
-    /// version is.
+    /// A vendor's closed bitstream: readable only with the vendor's library, of the recorded major
+    /// version.
     Closed,
 }
 
@@ -130,7 +130,7 @@ ids! {
         SAME = 2, "same", Open;
         /// The rounded copy of a wider float tensor.
         CAST = 3, "cast", Open;
-        /// Row and column offsets of the magnitude's integer.
+        /// Row and column offsets, added to the bits of the magnitude as an integer.
         RANK1 = 4, "rank1", Open;
         /// Row and column offsets, and a share of the parent's magnitude.
         BLEND = 5, "blend", Open;
@@ -156,13 +156,13 @@ ids! {
 }
 
 ids! {
-    /// What tells which of a stream's tables a symbol is coded with.
+    /// What selects, among a stream's tables, the one that a symbol is coded with.
     ContextsId, "contexts" {
         /// All symbols of a stream use one table.
         NONE = 0, "none", Open;
         /// The exponent of the input's value.
         EXPONENT = 1, "exponent", Open;
-        /// The size of the optimizer's update, from both moments, against that of the input's value.
+        /// The size of the optimizer's update, from both moments, relative to the input's value.
         UPDATE = 2, "update", Open;
     }
 }

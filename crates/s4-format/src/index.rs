@@ -41,9 +41,9 @@ pub enum TensorKind {
     },
     /// In a pack: a run of its values.
     Packed {
-        /// Number of the pack in the tensor table.
+        /// Index of the pack in the tensor table.
         pack: u32,
-        /// First value.
+        /// Index of the first value in the pack.
         first: u64,
     },
 }
@@ -51,13 +51,13 @@ pub enum TensorKind {
 /// A tensor as the index describes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
-    /// Unique in the file; empty for packs alone.
+    /// Unique in the file; empty only for packs.
     pub name: String,
     /// Type of the elements.
     pub dtype: DType,
     /// Size of each dimension, in elements.
     pub shape: Vec<u64>,
-    /// Number of the plan in the manifest; that of a packed tensor is 0 and unused.
+    /// Index of the plan in the manifest; 0 and unused for a packed tensor.
     pub plan: u16,
     /// Where the values are.
     pub kind: TensorKind,
@@ -145,9 +145,9 @@ pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// Reads a tensor table. `end` is where the index may reach to: no block lies beyond it. `plans` is
-/// the number of plans in the manifest. Names, shapes and blocks of different tensors do not overlap: what
-/// is read is never much more than the bytes that it is read from.
+/// Reads a tensor table. No block may reach beyond `end`. `plans` is the number of plans in the
+/// manifest. Names, shapes and blocks of different tensors must not overlap, so that the result is
+/// never much larger than what it is read from.
 ///
 /// # Errors
 /// `Truncated`, `Corrupt`, `Limit` or `Unsupported`, naming the record.
@@ -188,7 +188,7 @@ fn parse_inner(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
     Ok(tensors)
 }
 
-/// The numbers of all tensors that have a name, in the order of names.
+/// The indices of all tensors that have a name, sorted by name.
 pub fn by_name(tensors: &[Tensor]) -> Vec<u32> {
     // A tensor table has at most 2^22 records.
     let numbered = (0u32..).zip(tensors);
@@ -201,7 +201,7 @@ pub fn by_name(tensors: &[Tensor]) -> Vec<u32> {
 /// Checks that names, shapes and blocks of different records do not overlap.
 fn check_pools(records: &[u8]) -> Result<()> {
     for (i, what) in ["names", "shapes", "blocks"].into_iter().enumerate() {
-        // They are as long as records are.
+        // No record is left out: `places` fails only for short ones.
         let places = records.chunks_exact(RECORD_LEN).filter_map(|r| places(r).ok());
         if !are_disjoint(places.map(|p| p[i].clone())) {
             return Err(Error::corrupt(format!("{what} of two tensors overlap")));
@@ -210,7 +210,8 @@ fn check_pools(records: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Where a record says that its name, its shape and its block are, each in its own measure.
+/// The ranges of a record's name, in bytes of the names, its shape, in dimensions, and its block,
+/// in bytes of the object.
 fn places(record: &[u8]) -> Result<[Range<u64>; 3]> {
     let mut c = Cursor::new(record);
     let (name, name_len) = (u64::from(c.u32()?), u64::from(c.u16()?));
@@ -301,7 +302,7 @@ pub fn chunk_count(values: u64, chunk_log2: u8) -> u64 {
     values.div_ceil(1 << chunk_log2)
 }
 
-/// Splits a tensor's block into side data and chunk table, after its checksum matched.
+/// Checks the checksum of a tensor's block, and splits it into side data and chunk table.
 ///
 /// # Errors
 /// `Corrupt` if `bytes` is not the block or its checksum differs.
@@ -405,7 +406,7 @@ mod tests {
             parse_table(&bytes, 1000, 2)
         };
         assert!(table(|_| ()).is_ok());
-        // `ln.weight` becomes a part of `model.wte.weight`.
+        // The third name becomes a part of the first one, `model.wte.weight`.
         let e = table(|r| r[0..6].copy_from_slice(&[9, 0, 0, 0, 3, 0])).unwrap_err().to_string();
         assert!(e.contains("names of two tensors overlap"), "{e}");
         let e = table(|r| r[8..12].copy_from_slice(&[2, 0, 0, 0])).unwrap_err().to_string();
@@ -415,7 +416,7 @@ mod tests {
     #[test]
     fn parts_of_tensors_may_lie_in_any_order() {
         let mut bytes = write_table(&sample()).unwrap();
-        // The shapes of the first and the third record change places: 2 of 4 dimensions, and 1.
+        // The shapes of the first and the third record, 2 dimensions and 1 of 4, are swapped.
         let at = TABLE_HEADER_LEN + 4 * RECORD_LEN;
         bytes[at..at + 32].rotate_left(24);
         for (record, first) in [(0, 1), (1, 3), (2, 0)] {

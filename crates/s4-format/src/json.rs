@@ -1,8 +1,8 @@
-//! What holds for every JSON text of the format, whatever its type: no object has a member twice, and no
-//! text holds half of a surrogate pair.
+//! Checks that hold for every JSON text of the format, whatever its type: no object has a member
+//! twice, and no string holds half of a surrogate pair.
 //!
-//! Structs of `serde` check this for their own members. Maps do not, nor does code that keeps a text as
-//! it is, as the manifest keeps the tree.
+//! `serde` checks this for the members of structs, but not for maps, nor for JSON that is kept as
+//! text, as the manifest's tree is.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -14,11 +14,11 @@ use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visi
 use crate::bounded::take;
 use crate::limits::MAX_ENTRIES;
 
-/// Checks a JSON text before it is parsed, with nothing before or after it. Objects that are open at one
-/// place have at most [`MAX_ENTRIES`] members together.
+/// Checks a JSON text before it is parsed; nothing else may precede or follow it. Objects nested in
+/// each other may have at most [`MAX_ENTRIES`] members together.
 ///
 /// # Errors
-/// What is wrong with it, and where: `Corrupt` for whoever reads it.
+/// What is wrong with the text, and where. Callers report it as `Corrupt`.
 pub fn check(json: &[u8]) -> serde_json::Result<()> {
     let mut parser = serde_json::Deserializer::from_slice(json);
     let mut left = MAX_ENTRIES;
@@ -28,11 +28,11 @@ pub fn check(json: &[u8]) -> serde_json::Result<()> {
 
 /// A value of any type.
 struct AnyValue<'a> {
-    /// Members that objects may still have until one of those that are open is closed.
+    /// How many more members the open objects may have; an object returns its own when it ends.
     left: &'a mut usize,
 }
 
-/// The name of a member, which is copied only if it has escapes.
+/// The name of a member, copied only if it has escapes.
 #[derive(Deserialize, PartialEq, Eq, Hash)]
 struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
 

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::id::LayoutId;
 
-/// Most planes that a layout has: `bytes` of an 8-byte value.
+/// The most planes that a layout has: those of `bytes` for 8-byte values.
 pub const MAX_PLANES: usize = 8;
 
 /// Sizes of the planes of one chunk, in bytes, in the order of the streams.

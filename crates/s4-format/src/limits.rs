@@ -1,4 +1,4 @@
-//! Limits of the format: nothing larger is written, and nothing larger is believed when read.
+//! Limits of the format: writers write nothing larger, and readers refuse anything larger.
 
 /// Values in a chunk: `2^16` at least (except the last of a tensor), `2^18` at most.
 pub const CHUNK_LOG2: std::ops::RangeInclusive<u8> = 16..=18;
@@ -30,7 +30,7 @@ pub const MAX_UPDATES: u32 = 16;
 pub const MAX_OBJECTS: usize = 1 << 20;
 /// rANS tables of one stream.
 pub const MAX_TABLES: usize = 16;
-/// Entries of a manifest's metadata, and blobs.
+/// Entries of a manifest's metadata, and blobs of a manifest.
 pub const MAX_ENTRIES: usize = 1 << 18;
 /// Groups of a manifest's role table and their scalars, together.
 pub const MAX_SCALARS: usize = 1 << 18;

@@ -33,8 +33,8 @@ pub struct Section {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Object {
-    /// Its name among the objects beside the manifest, for people: readers ask for an object by its
-    /// number. Absent: the file that holds the manifest.
+    /// Its name among the objects next to the manifest, for people only: readers ask for an object
+    /// by its index. Absent for the file that holds the manifest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Bytes that hold chunks, from the object's start.
@@ -43,7 +43,7 @@ pub struct Object {
     pub blake3: Digest,
 }
 
-/// Where and what the tensor table is.
+/// Where the tensor table is, and how many records it has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorTable {
@@ -57,7 +57,7 @@ pub struct TensorTable {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
-    /// By nothing but the tensors and their names.
+    /// Only by the tensors and their names.
     Tensors,
     /// By `tree`: typed JSON.
     Tree,
@@ -79,17 +79,17 @@ pub enum RoleKind {
     ExpAvgSq,
 }
 
-/// One row of the role table. A wrong role costs ratio, never correctness.
+/// One row of the role table. A wrong role costs compression ratio, never correctness.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Role {
-    /// Number of the tensor in the tensor table.
+    /// Index of the tensor in the tensor table.
     pub tensor: u32,
     /// Number of the parameter that it belongs to.
     pub parameter: u32,
     /// What it is to that parameter.
     pub kind: RoleKind,
-    /// Number of the parameter's group in [`Roles::groups`].
+    /// Index of the parameter's group in [`Roles::groups`].
     pub group: u32,
 }
 
@@ -104,7 +104,7 @@ pub struct Roles {
     pub groups: Vec<BTreeMap<String, f64>>,
 }
 
-/// What the role table says of one tensor.
+/// What the role table says about one tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TensorRole<'a> {
     /// The tensor's row.
@@ -126,7 +126,8 @@ impl<'a> TensorRole<'a> {
 pub struct Parent {
     /// Hash of its manifest.
     pub manifest: Digest,
-    /// Checkpoints from it down to its base, both counted: 1 if it is a base.
+    /// Number of checkpoints from the parent down to its base, both counted: 1 if the parent is a
+    /// base.
     pub depth: u32,
 }
 
@@ -150,11 +151,11 @@ pub struct Manifest {
     pub writer: String,
     /// Preset that it was written with.
     pub preset: String,
-    /// Objects that chunks lie in, by number.
+    /// Objects that chunks lie in; chunk records refer to them by index.
     pub objects: Vec<Object>,
     /// The tensor table.
     pub tensors: TensorTable,
-    /// Plans, by number.
+    /// Plans; tensors refer to them by index.
     pub plans: Vec<Plan>,
     /// How the saved object is described.
     pub form: Form,
@@ -168,7 +169,7 @@ pub struct Manifest {
         deserialize_with = "bounded::map"
     )]
     pub blobs: BTreeMap<String, Section>,
-    /// Free text of the caller.
+    /// Free text from the caller.
     #[serde(
         default,
         skip_serializing_if = "BTreeMap::is_empty",
@@ -181,26 +182,26 @@ pub struct Manifest {
     /// The checkpoint that deltas are taken against.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Parent>,
-    /// Closed bitstreams that reading needs.
+    /// Closed bitstreams that are needed to read the checkpoint.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub closed_codecs: Vec<ClosedCodec>,
 }
 
 impl Manifest {
-    /// Reads a manifest whose hash matched. `end` is where it starts in its object: every section
-    /// lies before it.
+    /// Reads a manifest whose hash has been verified. `end` is its offset in its object: every
+    /// section must lie before it.
     ///
     /// # Errors
-    /// `Unsupported` for another version, a plan that is not built or a closed bitstream; `Corrupt`
-    /// for anything that is not a manifest or contradicts itself.
+    /// `Unsupported` for another version, a plan that this version does not implement, or a closed
+    /// bitstream; `Corrupt` for anything that is not a manifest or contradicts itself.
     pub fn parse(json: &[u8], end: u64) -> Result<Self> {
         let manifest = Self::parse_closed(json, end)?;
         manifest.require_closed(&[])?;
         Ok(manifest)
     }
 
-    /// As [`Self::parse`], also if closed bitstreams are needed: to look at such a checkpoint, or to
-    /// read it where [`Self::require_closed`] says that it can be read.
+    /// As [`Self::parse`], but also accepts checkpoints that need closed bitstreams: to inspect
+    /// one, or to read it if [`Self::require_closed`] says that it can be read.
     ///
     /// # Errors
     /// As [`Self::parse`], except that closed bitstreams are no error.
@@ -208,11 +209,11 @@ impl Manifest {
         Self::parse_inner(json, end).map_err(|e| e.in_part("manifest"))
     }
 
-    /// Checks that this machine reads every closed bitstream that the checkpoint needs. `readable`
-    /// are those that it reads, of the library's version that it has.
+    /// Checks that this machine can read every closed bitstream that the checkpoint needs.
+    /// `readable` lists those that it can read, each with the version of its library.
     ///
     /// # Errors
-    /// `Unsupported`, naming the bitstream, the version that it needs, and what to do.
+    /// `Unsupported`, naming the bitstream, the library version that it needs, and what to do.
     pub fn require_closed(&self, readable: &[ClosedCodec]) -> Result<()> {
         let Some(missing) = self.closed_codecs.iter().find(|c| !readable.contains(c)) else {
             return Ok(());
@@ -243,7 +244,7 @@ impl Manifest {
                 return Err(Error::corrupt("section reaches beyond the manifest's start"));
             }
         }
-        // They lie before `end`, as was found.
+        // The sums do not overflow: all sections end at `end` or before, as checked above.
         let sections = [&m.tensors.section].into_iter().chain(m.blobs.values());
         if !are_disjoint(sections.map(|s| s.offset..s.offset + s.bytes)) {
             return Err(Error::corrupt("two sections overlap"));
@@ -286,12 +287,13 @@ impl Manifest {
         Ok(m)
     }
 
-    /// Checkpoints from this one down to its base, both counted: 1 if it has no parent.
+    /// Number of checkpoints from this one down to its base, both counted: 1 if it has no parent.
     pub fn depth(&self) -> u32 {
         self.parent.map_or(1, |p| p.depth.saturating_add(1))
     }
 
-    /// Every prediction from another checkpoint is from the one parent, and chains are bounded.
+    /// Checks that every prediction from another checkpoint is from the parent, and that the chain
+    /// is not too long.
     fn check_parent(&self) -> Result<()> {
         if self.parent.is_some_and(|p| p.depth == 0) {
             return Err(Error::corrupt("a parent of depth 0"));
@@ -317,8 +319,8 @@ impl Manifest {
     /// The manifest's bytes.
     ///
     /// # Errors
-    /// `Corrupt` if a number of the role table is not finite, which JSON cannot hold; `Limit` if there
-    /// are more entries than readers believe.
+    /// `Corrupt` if a number of the role table is not finite, which JSON cannot express; `Limit` if
+    /// there are more entries than readers accept.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         let scalars = self.roles.iter().flat_map(|r| &r.groups).map(|g| 1 + g.len());
         for (what, count, most) in [

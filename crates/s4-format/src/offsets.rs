@@ -1,21 +1,23 @@
-//! Row and column offsets in few bits, as stored on disk. In memory they have 16 bits each.
+//! Row and column offsets, packed into few bits on disk. In memory they have 16 bits each.
 //!
-//! Most offsets need far fewer than 16 bits, and a few are large, so each is a Rice code: a run of zeros
-//! counts the top of the number, and some low bits follow (R. F. Rice, "Some practical universal noiseless
-//! coding techniques", 1979). docs/predictors/offsets.md has the bits.
+//! Most offsets need far fewer than 16 bits, and a few are large, so each is stored as a Rice code:
+//! a run of zeros gives the upper part of a number in unary, and its low bits follow (R. F. Rice,
+//! "Some practical universal noiseless coding techniques", 1979). docs/predictors/offsets.md
+//! specifies the bits.
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_SIDE;
 
-/// Bytes before the offsets in either form: the numbers of rows and columns first.
+/// Bytes before the offsets, in both forms. They start with the numbers of rows and columns.
 const HEADER: usize = 24;
-/// So many zeros say that all 16 bits follow.
+/// This many zeros mean that all 16 bits of the number follow.
 const ESCAPE: u16 = 8;
 
 /// The offsets of rows, and of columns.
 type Sides<'a> = [&'a [[u8; 2]]; 2];
 
-/// Offsets in few bits. `None`: they take no fewer bytes so, or are not as many as they say.
+/// Packs offsets into few bits. `None` if that takes no fewer bytes, or if there are not as many
+/// offsets as the header says.
 pub fn pack(offsets: &[u8]) -> Option<Vec<u8>> {
     let (header, sides) = sides(offsets)?;
     let low = sides.map(fewest);
@@ -49,10 +51,10 @@ pub fn stored_len(offsets: &[u8]) -> usize {
     offsets.len().min(HEADER + 2 + bits.div_ceil(8))
 }
 
-/// Offsets of 16 bits again.
+/// Undoes [`pack`]: the offsets in 16 bits each.
 ///
 /// # Errors
-/// `Truncated`, `Corrupt`; `Limit` if there are more than side data has room for.
+/// `Truncated`, `Corrupt`; `Limit` if there are more offsets than side data has room for.
 pub fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     let short = || Error::truncated("packed offsets end too early");
     let (header, rest) = packed.split_first_chunk::<HEADER>().ok_or_else(short)?;
@@ -62,7 +64,8 @@ pub fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     if need > MAX_SIDE as u64 {
         return Err(Error::limit(format!("offsets of {rows} rows and {cols} columns")));
     }
-    // Each has a bit at least, so that nothing is reserved for what is not there.
+    // Each offset takes at least one bit. Checking this first keeps a false count from reserving
+    // memory.
     if rows + cols > 8 * bits.len() as u64 {
         return Err(short());
     }
@@ -84,7 +87,8 @@ pub fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     Ok(out)
 }
 
-/// The header, and offsets of rows and columns.
+/// Splits offsets into the header, those of the rows and those of the columns. `None` if they are
+/// not as many as the header says.
 fn sides(offsets: &[u8]) -> Option<(&[u8; HEADER], Sides<'_>)> {
     let (header, rest) = offsets.split_first_chunk::<HEADER>()?;
     let [rows, cols] = lens(header);
@@ -98,7 +102,8 @@ fn lens(header: &[u8; HEADER]) -> [u64; 2] {
     [[a, b, c, d], [e, f, g, h]].map(|len| u32::from_le_bytes(len).into())
 }
 
-/// 0 for the offset of a row that predicts nothing, of which there may be many; others the larger, the farther from 0.
+/// The number that an offset is coded as: 0 for that of a row that predicts nothing, which may be
+/// frequent; otherwise the larger, the farther the offset is from 0.
 fn number(offset: [u8; 2]) -> u16 {
     let offset = i16::from_le_bytes(offset);
     (((offset << 1) ^ (offset >> 15)) as u16).wrapping_add(1)
@@ -109,7 +114,7 @@ fn offset(number: u16) -> i16 {
     (zigzag >> 1) as i16 ^ -((zigzag & 1) as i16)
 }
 
-/// A number's bits, the first one lowest, and how many: at most 24.
+/// The bits of a number's code, first bit lowest, and how many there are: at most 24.
 fn coded(number: u16, low: u32) -> (u64, u32) {
     let (top, number) = (number >> low, u64::from(number));
     match top < ESCAPE {
@@ -121,7 +126,7 @@ fn coded(number: u16, low: u32) -> (u64, u32) {
     }
 }
 
-/// With how many low bits offsets take the fewest bits, and these.
+/// The number of low bits with which the offsets take the fewest bits in all, and that total.
 fn fewest(offsets: &[[u8; 2]]) -> (u32, usize) {
     let bits = |low: u32| -> usize {
         let of = |offset: &[u8; 2]| match number(*offset) >> low {
@@ -133,7 +138,7 @@ fn fewest(offsets: &[[u8; 2]]) -> (u32, usize) {
     (0..16).map(|low| (low, bits(low))).min_by_key(|(_, bits)| *bits).unwrap_or((0, 0))
 }
 
-/// Bits that are read, the lowest of a byte first.
+/// Reads bits, the lowest of each byte first.
 struct Bits<'a> {
     bytes: &'a [u8],
     word: u64,
@@ -141,7 +146,7 @@ struct Bits<'a> {
 }
 
 impl Bits<'_> {
-    /// The next number. `None`: the bits end in it.
+    /// The next number; `None` if the bits end within it.
     fn number(&mut self, low: u32) -> Option<u16> {
         while self.held <= 56
             && let Some((byte, rest)) = self.bytes.split_first()

@@ -15,7 +15,7 @@ pub struct Input {
     /// Hash of the manifest of the checkpoint that holds it; absent: this checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub manifest: Option<Digest>,
-    /// Number of the tensor in that checkpoint's tensor table.
+    /// Index of the tensor in that checkpoint's tensor table.
     pub tensor: u32,
     /// First and end index in each dimension; absent: the whole tensor.
     #[serde(
@@ -44,7 +44,7 @@ pub struct Plan {
     pub contexts: ContextsId,
 }
 
-/// A whole tensor of another checkpoint, and one of the same.
+/// Patterns for an input that is a whole tensor: of another checkpoint, and of the same one.
 macro_rules! other {
     () => {
         Input { manifest: Some(_), region: None, .. }
@@ -73,8 +73,8 @@ impl Plan {
         Self { predictor, residual, layout, inputs, contexts }
     }
 
-    /// The plan of a tensor that is stored as its XOR with tensor number `tensor` of the checkpoint
-    /// whose manifest has the hash `manifest`.
+    /// The plan of a tensor that is stored as its XOR with the tensor at index `tensor` of the
+    /// checkpoint whose manifest has the hash `manifest`.
     pub fn delta(layout: LayoutId, manifest: Digest, tensor: u32) -> Self {
         Self {
             predictor: PredictorId::PARENT,
@@ -85,27 +85,29 @@ impl Plan {
         }
     }
 
-    /// The plan of a matrix that is predicted by its rows and columns, and by tensor number `tensor` of the checkpoint
-    /// whose manifest has the hash `manifest`.
+    /// The plan of a matrix that is predicted by its rows and columns, and by the tensor at index
+    /// `tensor` of the checkpoint whose manifest has the hash `manifest`.
     pub fn blend(layout: LayoutId, manifest: Digest, tensor: u32) -> Self {
         let (predictor, residual) = (PredictorId::BLEND, ResidualId::MAGNITUDE);
         Self { predictor, residual, ..Self::delta(layout, manifest, tensor) }
     }
 
-    /// The plan of a tensor that is predicted as the rounded copy of tensor number `tensor` of the same checkpoint.
+    /// The plan of a tensor that is predicted as the rounded copy of the tensor at index `tensor`
+    /// of the same checkpoint.
     pub fn cast(layout: LayoutId, tensor: u32) -> Self {
         let inputs = vec![Input { manifest: None, tensor, region: None }];
         Self { inputs, ..Self::alone(PredictorId::CAST, ResidualId::XOR, layout) }
     }
 
-    /// The plan of a tensor whose values are those of tensor number `tensor` of the same checkpoint.
+    /// The plan of a tensor whose values are those of the tensor at index `tensor` of the same
+    /// checkpoint.
     pub fn same(layout: LayoutId, tensor: u32) -> Self {
         Self { predictor: PredictorId::SAME, ..Self::cast(layout, tensor) }
     }
 
-    /// The plan of a tensor that is stored as its difference from tensor number `tensor` of the checkpoint whose
-    /// manifest has the hash `manifest`, with contexts from its moments: the tensors of the same checkpoint with these
-    /// numbers.
+    /// The plan of a tensor that is stored as its difference from the tensor at index `tensor` of
+    /// the checkpoint whose manifest has the hash `manifest`, with contexts from its moments.
+    /// `moments` are the indices of the first and second moment in the same checkpoint.
     pub fn update(manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
         let mut plan = Self::delta(LayoutId::BYTES, manifest, tensor);
         let input = |tensor| Input { manifest: None, tensor, region: None };
@@ -113,14 +115,14 @@ impl Plan {
         Self { residual: ResidualId::DESCENT, contexts: ContextsId::UPDATE, ..plan }
     }
 
-    /// The number of the tensor of the same checkpoint that the plan predicts from, if there is one.
+    /// The index of the tensor of the same checkpoint that the plan predicts from, if there is one.
     pub fn own_input(&self) -> Option<u32> {
         let input = self.inputs.first().filter(|input| input.manifest.is_none())?;
         Some(input.tensor)
     }
 
-    /// The numbers of the tensors of the same checkpoint that contexts `update` are told from: the first moment, and
-    /// the second.
+    /// The indices of the tensors of the same checkpoint that contexts `update` are computed from:
+    /// the first moment, and the second.
     pub fn moments(&self) -> Option<[u32; 2]> {
         match (self.contexts, &*self.inputs) {
             (ContextsId::UPDATE, [_, first, second]) => Some([first.tensor, second.tensor]),
@@ -128,12 +130,13 @@ impl Plan {
         }
     }
 
-    /// The numbers of all tensors of the same checkpoint that reading one by this plan needs.
+    /// The indices of all tensors of the same checkpoint that are needed to read a tensor with this
+    /// plan.
     pub fn own_inputs(&self) -> impl Iterator<Item = u32> {
         self.inputs.iter().filter(|i| i.manifest.is_none()).map(|i| i.tensor)
     }
 
-    /// Whether values are stored by themselves.
+    /// Whether values are stored without prediction.
     pub fn is_direct(&self) -> bool {
         self.predictor == PredictorId::NONE
     }
@@ -143,7 +146,8 @@ impl Plan {
         matches!(self.predictor, PredictorId::PARENT | PredictorId::BLEND)
     }
 
-    /// The parent's manifest and the number of the tensor in it, if the plan predicts from one.
+    /// The parent's manifest and the index of the tensor in it, if the plan predicts from the
+    /// parent.
     pub fn parent(&self) -> Option<(Digest, u32)> {
         let input = self.inputs.first().filter(|_| self.is_delta())?;
         Some((input.manifest?, input.tensor))
@@ -152,8 +156,8 @@ impl Plan {
     /// Checks that this version can decode the plan.
     ///
     /// # Errors
-    /// `Unsupported`, naming the part that is not built; `Corrupt` for parts that do not belong
-    /// together.
+    /// `Unsupported`, naming the part that is not implemented; `Corrupt` for parts that do not
+    /// belong together.
     pub fn require_open(&self) -> Result<()> {
         self.predictor.require_open()?;
         self.residual.require_open()?;

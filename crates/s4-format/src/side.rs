@@ -1,7 +1,7 @@
 //! Side data of a tensor: what its chunks need besides themselves.
 //!
-//! Side data precedes the chunk table in the tensor's block: sections of a kind, a length and as many
-//! bytes, each padded with zeros to a multiple of 8.
+//! Side data precedes the chunk table in the tensor's block. It consists of sections: a kind, a
+//! length and that many bytes, padded with zeros to a multiple of 8.
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_SIDE;
@@ -25,9 +25,9 @@ impl SideKind {
     pub const GROUP_TABLES: Self = Self(5);
     /// Row and column offsets of the predictors `rank1` and `blend`.
     pub const OFFSETS: Self = Self(6);
-    /// How contexts are told: from exponents, or from updates.
+    /// Parameters of contexts `exponent` or `update`.
     pub const CONTEXTS: Self = Self(7);
-    /// [`SideKind::OFFSETS`] in few bits, on disk alone: they are read as that kind.
+    /// [`SideKind::OFFSETS`] packed into few bits. Only on disk: readers turn it into that kind.
     pub const PACKED_OFFSETS: Self = Self(8);
 
     /// The kinds that this version reads.
@@ -63,7 +63,7 @@ impl Side {
         self.sections.iter().map(|s| 8 + s.1.len().next_multiple_of(8)).sum()
     }
 
-    /// Appends the sections, and offsets in few bits where these take fewer.
+    /// Appends the sections, with offsets packed where that takes fewer bytes.
     ///
     /// # Errors
     /// `Limit` if a section does not fit its length field.
@@ -82,10 +82,12 @@ impl Side {
         Ok(())
     }
 
-    /// Reads sections that fill `bytes` exactly. `bytes` starts where the writer's output did.
+    /// Reads sections that fill `bytes` exactly. `bytes` starts where the output of [`Side::write`]
+    /// does.
     ///
     /// # Errors
-    /// `Truncated`, `Corrupt` (twice the same kind), `Unsupported` (a kind not built yet).
+    /// `Truncated`, `Corrupt` (the same kind twice), `Unsupported` (a kind that is not
+    /// implemented), `Limit` (too many offsets).
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         let mut c = Cursor::new(bytes);
         let mut side = Self::default();
@@ -126,7 +128,7 @@ mod tests {
         assert_eq!(bytes[0], 8);
         assert!(bytes.len() < side.encoded_len() / 2);
         assert_eq!(Side::parse(&bytes).unwrap(), side);
-        // Once in each form is twice.
+        // Offsets once in each form are the same kind twice.
         let mut raw = vec![6, 0, 0, 0, 8, 0, 0, 0];
         raw.extend([0; 8]);
         assert!(matches!(Side::parse(&[bytes, raw].concat()), Err(Error::Corrupt { .. })));

@@ -1,4 +1,5 @@
-//! Little-endian reading and writing of fixed-size fields, and places that they name.
+//! Little-endian reading and writing of fixed-size fields, and checks of the ranges that they
+//! describe.
 
 use std::ops::Range;
 
@@ -58,9 +59,9 @@ pub(crate) fn fit<T: TryFrom<usize>>(value: usize, what: &'static str) -> Result
     T::try_from(value).map_err(|_| Error::limit(format!("{what} {value} does not fit its field")))
 }
 
-/// Whether no two ranges have anything in common.
+/// Whether no two ranges overlap.
 pub(crate) fn are_disjoint(ranges: impl Iterator<Item = Range<u64>> + Clone) -> bool {
-    // As every writer here puts them; else they are sorted.
+    // This project's writers put ranges in order, so sorting is rarely needed.
     follow_each_other(ranges.clone()) || {
         let mut sorted: Vec<_> = ranges.collect();
         sorted.sort_unstable_by_key(|r| r.start);

@@ -12,7 +12,7 @@ use crate::neon;
 #[cfg(target_arch = "x86_64")]
 use crate::x86::{self, avx2, avx512};
 
-/// Every operation of this crate, in one set of vector instructions.
+/// Every operation of this crate, with one set of vector instructions.
 ///
 /// ```
 /// use s4_planes::{Kernels, Simd, Width};
@@ -41,8 +41,8 @@ impl Default for Kernels {
     }
 }
 
-/// Calls the first kernel whose set of instructions is the chosen one and whose case is the key's,
-/// or else the portable one.
+/// Calls the first kernel for the chosen set of instructions whose case matches the key, or else
+/// the portable one.
 macro_rules! dispatch {
     (($simd:expr, $key:expr) {
         $($arch:literal: $($set:ident, $case:pat $(if $guard:expr)? => $call:expr;)*)*
@@ -90,8 +90,8 @@ impl Kernels {
         self.merge_form::<ROTATED>(width, &[], e, a, b, dst);
     }
 
-    /// As [`Kernels::merge_fields`]; returns the CRC-32C of bytes whose own is `crc`, followed by
-    /// `dst`.
+    /// As [`Kernels::merge_fields`]; also returns the CRC-32C of some bytes followed by `dst`,
+    /// given `crc`, the CRC-32C of the first.
     ///
     /// # Panics
     /// As [`Kernels::merge_fields`].
@@ -216,11 +216,11 @@ impl Kernels {
         self.split_bytes_part(width, src, 0, dst);
     }
 
-    /// As [`Kernels::split_bytes`], of a part of the elements: `src` is those from number `first` on, and
-    /// `dst` the planes of all.
+    /// As [`Kernels::split_bytes`], for a part of the elements: `src` holds those from index
+    /// `first` on, and `dst` the planes of all.
     ///
     /// # Panics
-    /// If the sizes are not multiples of `width`, or there are not so many elements.
+    /// If the sizes are not multiples of `width`, or `src` reaches beyond the elements of `dst`.
     pub fn split_bytes_part(self, width: Width, src: &[u8], first: usize, dst: &mut [u8]) {
         let part = first..first + check_elements(width, src.len());
         let n = check_elements(width, dst.len());
@@ -336,8 +336,9 @@ impl Kernels {
     }
 
     /// Float bits to ordered integers: two's complement integers in the order of the values. A
-    /// float without sign bit is its own; for one with, every other bit is inverted. -0.0 becomes
-    /// -1 and +0.0 stays 0. The map is a bijection of all bit patterns, and its own inverse.
+    /// float whose sign bit is clear maps to its own bits; if it is set, all the other bits are
+    /// inverted. -0.0 becomes -1 and +0.0 stays 0. The map is a bijection of all bit patterns, and
+    /// its own inverse.
     ///
     /// # Panics
     /// If the size is not a multiple of `width`.
@@ -391,8 +392,8 @@ impl Kernels {
         lanewise::add_values(self, width, buf, other);
     }
 
-    /// Keeps the sign bit of each element, and makes of the others, `n` of them, the zigzag integer of `n` bits of
-    /// their difference from those of `other`'s element, which wraps.
+    /// Keeps the sign bit of each element, and replaces its other `n` bits by their difference from
+    /// those of `other`'s element, as a zigzag integer of `n` bits. The difference wraps.
     ///
     /// # Panics
     /// As [`Kernels::sub_ordered`].
@@ -427,7 +428,8 @@ impl Kernels {
         lanewise::classes(self, width, top, shift, most, values, out);
     }
 
-    /// Replaces the classes of those whose byte in `plane` is not 0: by `one` if it is 1, else by `more`.
+    /// Replaces the class of each element whose byte in `plane` is not 0: by `one` if the byte is
+    /// 1, otherwise by `more`.
     ///
     /// # Panics
     /// If the sizes differ.
@@ -436,8 +438,9 @@ impl Kernels {
         lanewise::replace_classes(self, plane, one, more, classes);
     }
 
-    /// Negates the zigzag integers in `buf` ([`Kernels::sub_values`] leaves such) of which the element of `other` at the
-    /// same place has a clear sign bit. Differences wrap. It undoes itself.
+    /// Negates the zigzag integers in `buf`, such as [`Kernels::sub_values`] writes, where the sign
+    /// bit of the element of `other` at the same position is clear. The negation wraps and is its
+    /// own inverse.
     ///
     /// # Panics
     /// If the sizes are not multiples of the widths, or the numbers of elements differ.
@@ -450,21 +453,22 @@ impl Kernels {
     /// Writes the bits of floats below their signs, as 15 bits: see [`FloatBits`].
     ///
     /// # Panics
-    /// If there are not as many values as `out` has room for.
+    /// If the numbers of elements of `values` and `out` differ.
     pub fn float_sizes(self, bits: FloatBits, values: &[u8], out: &mut [u16]) {
         assert_eq!(check_elements(bits.width(), values.len()), out.len(), "sizes");
         lanewise::float_sizes(self, bits, values, out);
     }
 
-    /// Writes how large updates of weights are, in half octaves: 0 to 15. `values` are weights, first and second
-    /// moments. With the bits of each as [`FloatBits`] says, in 128ths of an octave:
+    /// Writes how large the updates of weights are, as classes of half an octave, 0 to 15. `values`
+    /// are the weights, the first and the second moments. With the bits of each as [`FloatBits`]
+    /// says, in 128ths of an octave:
     ///
     /// ```text
     /// class = min(15, max(0, (max(first - (second >> 1), floor) - (weight & 7f80) + offset) >> 6))
     /// ```
     ///
     /// # Panics
-    /// If there are not as many of each as `out` has room for.
+    /// If the numbers of elements of `values` and `out` differ.
     pub fn update_classes(
         self,
         values: [(FloatBits, &[u8]); 3],
@@ -477,8 +481,8 @@ impl Kernels {
         lanewise::update_classes(self, values, floor, offset, out);
     }
 
-    /// Rounds fp32 to bf16: to the nearest, of two to the even one. Bits are all that counts: what is not a number may become
-    /// another, or infinity.
+    /// Rounds fp32 to bf16: to the nearest, ties to even. NaNs get no special treatment: they may
+    /// become other NaNs, infinities or zeros.
     ///
     /// # Panics
     /// If the sizes are not `4 * n` for `src` and `2 * n` for `out`.
@@ -487,7 +491,7 @@ impl Kernels {
         lanewise::to_bf16(self, src, out);
     }
 
-    /// As [`Kernels::to_bf16`], to fp16: infinity for what is not a number.
+    /// As [`Kernels::to_bf16`], but to fp16, and NaNs become infinities.
     ///
     /// # Panics
     /// As [`Kernels::to_bf16`].
@@ -496,8 +500,8 @@ impl Kernels {
         lanewise::to_fp16(self, src, out);
     }
 
-    /// Writes `base + ((row + col) << shift)`, but for the top bit, which is 0, for each `i16` of `cols`, little-endian.
-    /// Sums wrap.
+    /// Writes `base + ((row + col) << shift)` for each `i16` of `cols`, which is little-endian.
+    /// Sums wrap, and their top bit is cleared.
     ///
     /// # Panics
     /// If the sizes are not `n * width` for `out` and `2 * n` for `cols`, or `shift` is not below the bits of an
@@ -515,8 +519,8 @@ impl Kernels {
         lanewise::sums(self, width, lanewise::Sums { base, row, shift }, cols, out);
     }
 
-    /// Adds `share` 256ths, rounded down, of the bits of `other` below its sign to each element of `buf`. Sums wrap, but for
-    /// the top bit, which becomes 0.
+    /// Adds to each element of `buf` `share` 256ths, rounded down, of the bits below the sign of
+    /// `other`'s element. Sums wrap, and their top bit is cleared.
     ///
     /// # Panics
     /// If the sizes differ, or are not whole elements.
@@ -533,7 +537,7 @@ fn check_elements(width: Width, len: usize) -> usize {
     len / width.bytes()
 }
 
-/// The number of elements, after a check of the planes `e`, `a` and `b`.
+/// Checks the sizes of the planes `e`, `a` and `b`; returns the number of elements.
 fn check_fields(width: Width, len: usize, planes: [usize; 3]) -> usize {
     assert!(matches!(width, Width::B2 | Width::B4 | Width::B8), "fields of {width:?}");
     let n = check_elements(width, len);

@@ -19,10 +19,10 @@
 
 use crate::{FloatBits, Kernels, Width};
 
-/// Values that pass through the stack at a time, where an operation takes several steps.
+/// Values that an operation of several steps keeps on the stack at a time.
 const BLOCK: usize = 512;
 
-/// What a row's sums are made of, but for the columns.
+/// What the sums of a row are computed from, besides the columns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sums {
     pub(crate) base: u64,
@@ -42,11 +42,11 @@ trait Word: Copy {
     fn each(buf: &[u8], out: &mut [u8], f: impl Fn(Self) -> u8);
     /// `element = f(element, byte with its sign extended)`, for each byte.
     fn zip_bytes(buf: &mut [u8], bytes: &[u8], f: impl Fn(Self, Self) -> Self);
-    /// All bits set where the sign bit is clear.
+    /// All bits set if the sign bit is clear, otherwise 0.
     fn is_positive(self) -> u8;
-    /// The 8 bits below the sign; of one byte, what is there.
+    /// The 8 bits below the sign; for a 1-byte element, the whole byte.
     fn exponent(self) -> u8;
-    /// The low bits.
+    /// The low bits of `x`.
     fn low(x: i64) -> Self;
     fn ordered(self) -> Self;
     fn add(self, other: Self) -> Self;
@@ -61,7 +61,7 @@ trait Word: Copy {
     fn with_magnitude(self, magnitude: Self) -> Self;
     fn shl(self, bits: u32) -> Self;
     fn xor(self, other: Self) -> Self;
-    /// So many 256ths of the magnitude, rounded down.
+    /// `share` 256ths of the magnitude, rounded down.
     fn share(self, share: u8) -> Self;
 }
 
@@ -169,8 +169,8 @@ word!(u16, i16, u16);
 word!(u32, i32, u32);
 word!(u64, i64, u64);
 
-/// Defines functions from a portable body each, compiled for every set of instructions. In a body
-/// that starts with `[width]`, `Word` is the type of an element of that width.
+/// Defines functions, each with one portable body that is compiled for every set of instructions.
+/// In a body that starts with `[width]`, `Word` is the type of an element of that width.
 macro_rules! vectorized {
     ($(
         $(#[$doc:meta])*
@@ -263,7 +263,7 @@ vectorized! {
         W::each(values, out, |x| (top.saturating_sub(x.exponent()) >> shift).min(most))
     }
 
-    /// Replaces the classes of those whose byte in `plane` is 1, and is more.
+    /// Replaces the classes where the byte in `plane` is 1, and where it is more.
     fn replace_classes(plane: &[u8], one: u8, more: u8, classes: &mut [u8]) {
         for (class, byte) in classes.iter_mut().zip(plane) {
             let other = if *byte == 1 { one } else { more };
@@ -276,10 +276,10 @@ vectorized! {
         W::each(values, out, W::is_positive)
     }
 
-    /// Negates zigzag integers whose byte is not 0 but all ones.
+    /// Negates the zigzag integers whose byte in `negative` is all ones; the other bytes are 0.
     fn negate_where(negative: &[u8], buf: &mut [u8]) [width: W] {
         W::zip_bytes(buf, negative, |u, all| {
-            // As two's complement has it.
+            // In two's complement, `-x` is `!x + 1`.
             W::low(0).sub(all).add(u.unzigzag().xor(all)).zigzag()
         })
     }
@@ -326,7 +326,7 @@ vectorized! {
         W::zip(buf, other, |x, y| x.add(y.share(share)).magnitude())
     }
 
-    /// fp32 to bf16, rounded to the nearest, of two to the even one.
+    /// fp32 to bf16, rounded to the nearest, ties to even.
     fn to_bf16(src: &[u8], out: &mut [u8]) {
         for (to, x) in out.as_chunks_mut().0.iter_mut().zip(src.as_chunks().0) {
             let x = u32::from_le_bytes(*x);
@@ -359,13 +359,13 @@ pub(crate) fn negate_where_positive(
     }
 }
 
-/// The bits of floats below their signs, as of bf16 that is cut off.
+/// The bits of floats below their signs, in the form of truncated bf16.
 #[inline(always)]
 fn float_sizes_of(bits: FloatBits, values: &[u8], out: &mut [u16]) {
     let two = values.as_chunks().0.iter().map(|x| u16::from_le_bytes(*x) & 0x7fff);
     match bits {
         FloatBits::BFloat16 => out.iter_mut().zip(two).for_each(|(to, x)| *to = x),
-        // The exponent's bias is less by 112.
+        // The exponent's bias is smaller by 112 in fp16.
         FloatBits::Float16 => {
             out.iter_mut().zip(two).for_each(|(to, x)| *to = (x >> 3) + (112 << 7));
         }
@@ -377,12 +377,12 @@ fn float_sizes_of(bits: FloatBits, values: &[u8], out: &mut [u16]) {
     }
 }
 
-/// The nearest fp16 of an fp32, of two the even one; infinity for what is not a number.
+/// The fp16 nearest to an fp32, ties to even; infinity for a NaN.
 #[inline(always)]
 fn fp16(x: u32) -> u16 {
     let (sign, size) = ((x >> 16 & 0x8000) as u16, x & 0x7fff_ffff);
     let normal = size.wrapping_sub(0x3800_0000).wrapping_add(0xfff + (size >> 13 & 1)) >> 13;
-    // Below 2^-14 the unit in the last place stays; from 25 bits on nothing is left.
+    // Below 2^-14 the unit in the last place stays the same; a shift by 25 bits leaves nothing.
     let bits = 126u32.saturating_sub(size >> 23).clamp(14, 25);
     let mantissa = size & 0x7f_ffff | 0x80_0000;
     let tiny = (mantissa + (1 << (bits - 1)) - 1 + (mantissa >> bits & 1)) >> bits;

@@ -1,5 +1,5 @@
-//! NEON: its loads and stores take bytes apart and put them together, so an element's bytes are
-//! rotated across vectors, 16 elements at a time. The form with a plane of signs is left to the
+//! NEON: its loads and stores split elements into vectors of single bytes and join these again, so
+//! elements are rotated across vectors, 16 at a time. The form with a plane of signs is left to the
 //! scalar kernels.
 //!
 //! Callers check the sizes; the elements after the last full block go to the scalar kernels.
@@ -11,14 +11,14 @@ use crate::scalar::{self, PLAIN};
 #[inline]
 #[target_feature(enable = "neon")]
 fn load(src: &[u8; 16]) -> uint8x16_t {
-    // SAFETY: 16 bytes are readable; the load has no alignment to keep.
+    // SAFETY: 16 bytes are readable; the load needs no alignment.
     unsafe { vld1q_u8(src.as_ptr()) }
 }
 
 #[inline]
 #[target_feature(enable = "neon")]
 fn store(dst: &mut [u8; 16], v: uint8x16_t) {
-    // SAFETY: 16 bytes are writable; the store has no alignment to keep.
+    // SAFETY: 16 bytes are writable; the store needs no alignment.
     unsafe { vst1q_u8(dst.as_mut_ptr(), v) }
 }
 
@@ -26,7 +26,7 @@ fn store(dst: &mut [u8; 16], v: uint8x16_t) {
 #[inline]
 #[target_feature(enable = "neon")]
 fn load2(src: &[u8; 32]) -> [uint8x16_t; 2] {
-    // SAFETY: 32 bytes are readable; the load has no alignment to keep.
+    // SAFETY: 32 bytes are readable; the load needs no alignment.
     let v = unsafe { vld2q_u8(src.as_ptr()) };
     [v.0, v.1]
 }
@@ -35,7 +35,7 @@ fn load2(src: &[u8; 32]) -> [uint8x16_t; 2] {
 #[inline]
 #[target_feature(enable = "neon")]
 fn store2(dst: &mut [u8; 32], [v0, v1]: [uint8x16_t; 2]) {
-    // SAFETY: 32 bytes are writable; the store has no alignment to keep.
+    // SAFETY: 32 bytes are writable; the store needs no alignment.
     unsafe { vst2q_u8(dst.as_mut_ptr(), uint8x16x2_t(v0, v1)) }
 }
 
@@ -43,7 +43,7 @@ fn store2(dst: &mut [u8; 32], [v0, v1]: [uint8x16_t; 2]) {
 #[inline]
 #[target_feature(enable = "neon")]
 fn load4(src: &[u8; 64]) -> [uint8x16_t; 4] {
-    // SAFETY: 64 bytes are readable; the load has no alignment to keep.
+    // SAFETY: 64 bytes are readable; the load needs no alignment.
     let v = unsafe { vld4q_u8(src.as_ptr()) };
     [v.0, v.1, v.2, v.3]
 }
@@ -52,7 +52,7 @@ fn load4(src: &[u8; 64]) -> [uint8x16_t; 4] {
 #[inline]
 #[target_feature(enable = "neon")]
 fn store4(dst: &mut [u8; 64], [v0, v1, v2, v3]: [uint8x16_t; 4]) {
-    // SAFETY: 64 bytes are writable; the store has no alignment to keep.
+    // SAFETY: 64 bytes are writable; the store needs no alignment.
     unsafe { vst4q_u8(dst.as_mut_ptr(), uint8x16x4_t(v0, v1, v2, v3)) }
 }
 

@@ -15,9 +15,9 @@ pub struct Kind {
 }
 
 impl Kind {
-    /// 8-bit float of 4 bits of exponent.
+    /// 8-bit float with 4 exponent bits.
     pub const F8_E4M3: Self = Self::float(Width::B1, 4);
-    /// 8-bit float of 5 bits of exponent.
+    /// 8-bit float with 5 exponent bits.
     pub const F8_E5M2: Self = Self::float(Width::B1, 5);
     /// The top half of [`Kind::F32`].
     pub const BF16: Self = Self::float(Width::B2, 8);
@@ -31,12 +31,12 @@ impl Kind {
     pub const FLOATS: [Self; 6] =
         [Self::F8_E4M3, Self::F8_E5M2, Self::BF16, Self::F16, Self::F32, Self::F64];
 
-    /// Floats.
+    /// A kind of float.
     pub const fn float(width: Width, exponent_bits: u32) -> Self {
         Self { width, exponent_bits }
     }
 
-    /// Integers; also what a complex or unknown type is taken for.
+    /// Integers; also used for complex and unknown types.
     pub const fn int(width: Width) -> Self {
         Self { width, exponent_bits: 0 }
     }
@@ -59,7 +59,7 @@ impl Kind {
     }
 }
 
-/// The value of a pattern's element at a position; only the kind's low bits count.
+/// The bits of a pattern's element at a position; only as many low bits as the kind has count.
 type Pattern = fn(Kind, u64) -> u128;
 
 const OF_EVERY_KIND: &[(&str, Pattern)] = &[

@@ -1,5 +1,5 @@
-//! The layouts in plain Rust: the oracle that every vector kernel is tested against, and what they
-//! use for the elements left over after the last full vector.
+//! The layouts in plain Rust: the oracle that every vector kernel is tested against, and the code
+//! that vector kernels use for the elements after the last full vector.
 //!
 //! `fields`, `fields-sign` and the 2-byte case of `bytes` are one algorithm. The bits of an element
 //! are first rearranged so that plane `e` is its top byte, plane `a` the byte below and plane `b`
@@ -123,15 +123,16 @@ pub(crate) fn merge_bytes<const W: usize>(planes: [&[u8]; W], dst: &mut [u8]) {
     }
 }
 
-/// Splits a sign plane into those of `blocks` full blocks, `N` bytes each, and those of the elements
-/// after them. (The plane's last byte may be padding in part, so `blocks` cannot follow from its length.)
+/// Splits a sign plane into the signs of `blocks` full blocks, `N` bytes each, and the signs of the
+/// elements after them. (The plane's last byte may be partly padding, so its length does not tell
+/// `blocks`.)
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn block_signs<const N: usize>(s: &[u8], blocks: usize) -> (&[[u8; N]], &[u8]) {
     let (full, rest) = s.split_at((blocks * N).min(s.len()));
     (full.as_chunks().0, rest)
 }
 
-/// [`block_signs`] to be written.
+/// As [`block_signs`], for writing.
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn block_signs_mut<const N: usize>(
     s: &mut [u8],

@@ -128,7 +128,7 @@ impl Writer<'_> {
     }
 }
 
-/// The token of an element, and its bits in the bit stream with their number.
+/// The token of an element, its bits in the bit stream, and how many they are.
 #[inline(always)]
 fn encode<const W: usize>(element: &[u8; W]) -> (u8, u64, u32) {
     let t = top_bits(W);
@@ -143,7 +143,7 @@ fn encode<const W: usize>(element: &[u8; W]) -> (u8, u64, u32) {
     (if m == 0 { 0 } else { symbol } | sign, m & ((1 << count) - 1), count)
 }
 
-/// Splits elements whose bits fit in 56, or are one.
+/// Splits a group of elements with at most 56 bits in the bit stream, or a single element.
 #[inline(always)]
 fn split_group<const W: usize>(elements: &[[u8; W]], tokens: &mut [u8], writer: &mut Writer<'_>) {
     let (mut word, mut total) = (0, 0);
@@ -196,7 +196,7 @@ fn peek(bits: &[u8], at: usize) -> u64 {
     word >> (at % 8)
 }
 
-/// Checks that every token is one, and that the bit stream has the length that they add up to.
+/// Checks that every token is valid, and that the bit stream has the length that they add up to.
 fn check(table: &[Meaning; 256], tokens: &[u8], bits: &[u8]) -> Result<()> {
     let mut total = 0_u64;
     let mut all_valid = true;

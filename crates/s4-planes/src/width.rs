@@ -33,8 +33,9 @@ impl Width {
     }
 }
 
-/// How the bits of a float are divided. The bits below the sign of a float are nearly its logarithm; where 128ths of an
-/// octave are enough, 15 bits say it, as those of bf16 do: fp32 is cut off, and fp16 shifted to the bias of the others.
+/// How the bits of a float are divided. The bits below the sign of a float are nearly its
+/// logarithm. Where 128ths of an octave are precise enough, 15 bits hold it, as in bf16: fp32 is
+/// truncated, and fp16 is shifted and moved to the exponent bias of the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FloatBits {
     /// 8 exponent bits, 7 mantissa bits.

@@ -1,11 +1,11 @@
-//! What callers may get wrong: sizes are refused before anything is read or written, and instruction sets
-//! that are not there are not used.
+//! Mistakes of callers: wrong sizes are refused before anything is read or written, and instruction
+//! sets that the machine lacks are not used.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use s4_planes::{Kernels, Simd, Width, token_bound};
 
-/// Fails unless `call` panics, with a message that has `part`.
+/// Fails unless `call` panics with a message that contains `part`.
 fn refuses(part: &str, call: impl FnOnce()) {
     let panic = catch_unwind(AssertUnwindSafe(call)).expect_err("a size that is refused");
     let text = panic.downcast_ref::<String>().cloned();

@@ -8,8 +8,8 @@ use s4_planes::{Kernels, Simd, Width};
 const FIELDS: [Width; 3] = [Width::B2, Width::B4, Width::B8];
 const INTEGERS: [Width; 4] = [Width::B1, Width::B2, Width::B4, Width::B8];
 
-/// Buffers that a kernel writes, at odd addresses and full of another byte each time, so that what
-/// a kernel does not write shows.
+/// A buffer for a kernel's output, at an odd address and filled with a different byte each time, so
+/// that bytes that the kernel does not write show.
 struct Buffer {
     bytes: Vec<u8>,
     len: usize,
@@ -45,7 +45,7 @@ fn slices<const N: usize>(outputs: &mut [Buffer]) -> [&mut [u8]; N] {
     std::array::from_fn(|_| outputs.next().expect("an output for each plane").get())
 }
 
-/// What differences are taken from: elements of the same bytes in another order.
+/// The operand that differences are taken from: the bytes of `src` in reverse order, rotated.
 fn other(src: &[u8]) -> Vec<u8> {
     src.iter().rev().map(|b| b.rotate_left(3)).collect()
 }
@@ -56,7 +56,7 @@ macro_rules! in_place {
         Operation {
             name: $name,
             widths: $widths,
-            // The second output passes on what the difference was taken from.
+            // The second output passes the other operand on to `merge`.
             outputs: |w, n| vec![n * w.bytes(); 2],
             split: |k, w, src, out| {
                 let [buf, operand] = slices(out);

@@ -2,15 +2,15 @@
 
 use s4_planes::{Kernels, Simd};
 
-/// The value of fp16 bits that are no infinity and no NaN, with 24 bits below the point's place: exact.
+/// The exact value of finite fp16 bits, in units of 2^-24.
 fn value(h: u16) -> i64 {
     let (e, m) = (i64::from(h >> 10 & 31), i64::from(h & 0x3ff));
     if e == 0 { m } else { (m + 1024) << (e - 1) }
 }
 
-/// The nearest fp16 of a positive fp32 that is below 65520: of two the even one.
+/// The fp16 nearest to a positive fp32 below 65520, ties to even.
 fn nearest(x: u32) -> u16 {
-    // In units of 2^-24, with 48 bits more: what is below those is told by the last bit alone.
+    // In units of 2^-24, with 48 fractional bits; whatever is below these only sets the last bit.
     let (e, m) = (i64::from(x >> 23), i128::from(x & 0x7f_ffff | 0x80_0000));
     let place = e - 127 - 23 + 24 + 48;
     let exact = if place >= 0 { m << place } else { m >> (-place).min(100) | 1 };
@@ -38,7 +38,7 @@ fn nearest(x: u32) -> u16 {
 fn fp16_is_the_nearest_of_every_size() {
     let mut all = vec![];
     for h in 0..0x7c00u16 {
-        // Each value, the one half way to the next, and their neighbours.
+        // Each value, the midpoint to the next one, and the neighbours of both.
         let x = (value(h) as f32) * 2f32.powi(-24);
         let next = (value(h + 1) as f32) * 2f32.powi(-24);
         for x in [x.to_bits(), ((x + next) / 2.0).to_bits()] {

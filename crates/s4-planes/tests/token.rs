@@ -121,7 +121,7 @@ proptest! {
         for width in WIDTHS {
             let n = bytes.len() / width.bytes();
             check(width, &bytes[..n * width.bytes()], "random");
-            // Magnitudes of every size are as likely as the large ones.
+            // Shifted, so that magnitudes of every size are equally likely.
             let mut src = bytes[..n * width.bytes()].to_vec();
             for (i, element) in src.chunks_mut(width.bytes()).enumerate() {
                 let mut u = [0; 8];
@@ -140,7 +140,7 @@ proptest! {
         bits in prop::collection::vec(any::<u8>(), 0..600),
     ) {
         for width in WIDTHS {
-            // What is accepted is what a split writes.
+            // Only what a split writes is accepted.
             if let Ok(elements) = merge(width, &tokens, &bits) {
                 prop_assert_eq!(split(width, &elements), (tokens.clone(), bits.clone()));
             }

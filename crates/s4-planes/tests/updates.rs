@@ -4,7 +4,8 @@ use s4_planes::{FloatBits, Kernels, Simd, Width};
 
 const ALL: [FloatBits; 3] = [FloatBits::BFloat16, FloatBits::Float16, FloatBits::Float32];
 
-/// Bytes without a pattern, then values of all kinds: zeros, ones, infinities, denormals, of both signs.
+/// Pseudorandom bytes, and at every third place a special value, of either sign: zeros, ones,
+/// infinities, denormals.
 fn values(width: Width, n: usize, seed: u64) -> Vec<u8> {
     let mut x = seed;
     let next = || {
@@ -27,7 +28,7 @@ fn value(width: Width, values: &[u8], i: usize) -> u32 {
     u32::from_le_bytes(bytes)
 }
 
-/// 128ths of an octave above 2^-127, about.
+/// Roughly the logarithm of a value over 2^-127, in 128ths of an octave.
 fn size(bits: FloatBits, x: u32) -> i64 {
     let x = i64::from(x);
     match bits {
@@ -84,7 +85,7 @@ fn differences_are_negated_where_the_other_sign_is_clear_and_back() {
             let u = u64::from_le_bytes(bytes);
             let d = (u >> 1) as i64 ^ -((u & 1) as i64);
             if value(other, &signs, i) >> (other.bits() - 1) == 0 {
-                // Of the smallest there is no positive one: it wraps to itself.
+                // The smallest difference has no positive counterpart: it wraps to itself.
                 let negative = -i128::from(d);
                 let wraps = negative == 1i128 << (width.bits() - 1);
                 let zigzag = if negative < 0 { -2 * negative - 1 } else { 2 * negative };

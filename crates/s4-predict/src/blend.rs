@@ -1,4 +1,4 @@
-//! Prediction from rows, columns and the checkpoint before.
+//! Prediction from rows, columns and the parent checkpoint.
 
 use s4_format::{Error, PredictorId, Result};
 use s4_planes::Kernels;
@@ -6,10 +6,12 @@ use s4_planes::Kernels;
 use crate::rank1::Offsets;
 use crate::{InputKind, Predict, Predicted, Tensor};
 
-/// Predictor `blend`: magnitudes are expected to be a share of the parent's, and what rows and columns add to that.
+/// Predictor `blend`: a magnitude is expected to be a share of the parent's plus its row and column
+/// offsets.
 ///
-/// An optimizer's second moment forgets: some steps later it is the parent's by a part, and by the other part as its rows
-/// and columns say. The side data is that of [`Rank1`](crate::Rank1), with the share.
+/// An optimizer's second moment decays: some steps later, a part of it is still the parent's, and
+/// the rest follows its rows and columns. The side data is that of [`Rank1`](crate::Rank1), with a
+/// share.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Blend;
 

@@ -10,38 +10,38 @@ use crate::Tensor;
 /// What a decoder knows before it decodes a plane of a chunk.
 #[derive(Debug, Clone, Copy)]
 pub struct Known<'a> {
-    /// What computes on many values at once.
+    /// The kernels to compute with.
     pub kernels: Kernels,
     /// The tensor.
     pub tensor: Tensor<'a>,
-    /// Number of the chunk's first value.
+    /// Index of the chunk's first value in the tensor.
     pub first: u64,
     /// The layout of the planes.
     pub layout: LayoutId,
-    /// The planes before this one: whole, as values or residuals were split into them.
+    /// The planes before this one, in full: what values or residuals were split into.
     pub planes: &'a [&'a [u8]],
-    /// The values of each input of the predictor that are at the same places as the chunk's.
+    /// For each input of the predictor, its values at the chunk's positions.
     pub inputs: &'a [&'a [u8]],
 }
 
-/// Gives each symbol of a plane the number of the table that it is coded with.
+/// Gives each symbol of a plane the index of the table that it is coded with.
 ///
-/// The more the symbols of one context are alike, the fewer bits they take; each further table costs
-/// its own bytes. Encoder and decoder ask the same question and must get the same answer.
+/// The more the symbols of one context are alike, the fewer bits they take; each further table
+/// costs its own bytes. Encoder and decoder make the same calls and must get the same answers.
 pub trait ContextModel: Debug + Send + Sync {
-    /// Number of tables of a plane, 1 to [`s4_format::limits::MAX_TABLES`]. Where it is 1, nothing is
-    /// asked.
+    /// Number of tables of a plane, 1 to [`s4_format::limits::MAX_TABLES`]. Where it is 1,
+    /// [`ContextModel::contexts`] is not called.
     fn tables(&self, layout: LayoutId, plane: usize) -> usize;
 
-    /// Writes the number of the table of each symbol of plane `known.planes.len()` to `out`, which is as
-    /// long as the plane. Each is below [`ContextModel::tables`].
+    /// Writes the index of the table of each symbol of plane `known.planes.len()` to `out`, which
+    /// is as long as the plane. Each index is below [`ContextModel::tables`].
     ///
     /// # Errors
-    /// `Corrupt` if what is known does not fit.
+    /// `Corrupt` if the parts of `known` do not fit each other.
     fn contexts(&self, known: &Known<'_>, out: &mut [u8]) -> Result<()>;
 
-    /// Whether the planes before a plane matter. Otherwise all planes with several tables are as long, have the same
-    /// contexts, and these are asked for once.
+    /// Whether contexts depend on the planes before. If not, all planes with several tables have
+    /// the same length and the same contexts, which are then asked for only once.
     fn depends_on_planes(&self) -> bool {
         true
     }

@@ -1,7 +1,8 @@
 //! Contexts from the exponents of an input's values.
 //!
-//! Weights change by about as much, whatever their size: how many of its units in the last place a weight
-//! changes by depends on its exponent, which is that of the value it is predicted from.
+//! Weights change by about the same amount, whatever their size. By how many units in the last
+//! place a weight changes therefore depends on its exponent, which is usually that of the value it
+//! is predicted from.
 //!
 //! # Side data
 //! 8 bytes: `top`, `shift` (at most 7), six zeros. The **class** of a value `p` of `W` bytes is
@@ -24,14 +25,14 @@ use crate::{ContextModel, Known};
 
 /// Classes of exponents.
 const CLASSES: u8 = 8;
-/// Contexts of what follows an exponent of 1, and of more.
+/// Contexts of the next plane where the exponent's symbol is 1, and where it is more.
 const NEXT: (u8, u8) = (CLASSES, CLASSES + 1);
 
 /// Contexts `exponent`: see [the module](self).
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Exponents;
 
-/// The number of the plane of exponents.
+/// The index of the plane of exponents.
 fn exponents(layout: LayoutId) -> Option<usize> {
     match layout {
         LayoutId::FIELDS => Some(0),
@@ -70,7 +71,7 @@ impl ContextModel for Exponents {
 /// Reads side data: `top` and `shift`.
 ///
 /// # Errors
-/// `Corrupt` if it is none.
+/// `Corrupt` if `side` is not the side data of these contexts.
 pub fn parse(side: &[u8]) -> Result<(u8, u32)> {
     match side {
         [top, shift @ 0..8, 0, 0, 0, 0, 0, 0] => Ok((*top, u32::from(*shift))),
@@ -78,7 +79,8 @@ pub fn parse(side: &[u8]) -> Result<(u8, u32)> {
     }
 }
 
-/// Side data for inputs whose values are like `sample`: the exponent that only few are above becomes the first class.
+/// Side data for inputs whose values are like `sample`: `top` is the largest exponent that more
+/// than one in 256 values have or exceed.
 pub fn side_data(dtype: DType, sample: &[u8]) -> Vec<u8> {
     let width = dtype.value_width();
     let mut counts = [0u64; 256];
@@ -91,7 +93,7 @@ pub fn side_data(dtype: DType, sample: &[u8]) -> Vec<u8> {
         above += counts[usize::from(*e)];
         above > few
     });
-    // Of these 8 bits, 3 are mantissa in binary16.
+    // In binary16, the low 3 of these 8 bits are mantissa.
     let shift = if dtype == DType::Float16 { 3 } else { 0 };
     vec![top.unwrap_or(0), shift, 0, 0, 0, 0, 0, 0]
 }

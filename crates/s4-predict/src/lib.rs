@@ -1,18 +1,20 @@
-//! What the bits of values are expected to be, and which of a stream's tables their symbols belong to.
+//! Predicts the bits of values, and selects which of a stream's tables their symbols are coded
+//! with.
 //!
-//! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from side
-//!   data. [`Parent`] expects the values of the checkpoint before, [`Rank1`] an offset per row and one
-//!   per column, [`Blend`] these and a share of the parent's, [`Cast`] the rounded values of a wider tensor, [`Same`] the
-//!   values of another one.
-//! - [`Predictors`]: those that an engine uses, by the id that plans name.
-//! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
-//!   decoded: [`Exponents`] from the exponents of an input, [`Updates`] from the moments, too.
+//! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from
+//!   side data. [`Parent`] expects the values of the parent checkpoint, [`Rank1`] the sum of a
+//!   row's and a column's offset, [`Blend`] that and a share of the parent's values, [`Cast`] the
+//!   rounded values of a wider tensor, [`Same`] the values of another tensor.
+//! - [`Predictors`]: the predictors that an engine uses, by the id that plans name.
+//! - [`ContextModel`]: picks a table for each symbol of a plane from what a decoder knows before it
+//!   decodes the plane: [`Exponents`] from the exponents of an input, [`Updates`] also from the
+//!   moments.
 //!
-//! Everything here is exact integer arithmetic that a decoder repeats. What it needs and cannot know is
-//! in the side data, which is stored; nothing fitted is ever computed again.
+//! Everything here is exact integer arithmetic that a decoder repeats. What a decoder needs and
+//! cannot derive is stored as side data; nothing that was fitted is ever computed again.
 //!
-//! What is deliberately absent: I/O (inputs are slices); how the difference from a prediction is written
-//! (`s4-delta`); the choice of a predictor, which is the planner's, by what each would cost; and
+//! What is deliberately absent: I/O (inputs are slices); how the difference from a prediction is
+//! written (`s4-delta`); the choice of a predictor, which the planner makes by estimated cost; and
 //! checksums, which the engine checks after prediction is undone.
 #![forbid(unsafe_code)]
 

@@ -1,11 +1,11 @@
-//! Prediction from the checkpoint before.
+//! Prediction from the parent checkpoint.
 
 use s4_format::{Error, PredictorId, Result};
 use s4_planes::Kernels;
 
 use crate::{InputKind, Predict, Predicted, Tensor};
 
-/// Predictor `parent`: values are expected to be what they are in the parent checkpoint.
+/// Predictor `parent`: values are expected to be the same as in the parent checkpoint.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Parent;
 

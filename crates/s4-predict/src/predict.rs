@@ -8,7 +8,7 @@ use s4_planes::Kernels;
 
 use crate::{ContextModel, NoContexts};
 
-/// What a predictor is told of the tensor whose values it predicts.
+/// What a predictor knows about the tensor whose values it predicts.
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor<'a> {
     /// Type of the elements.
@@ -26,7 +26,7 @@ pub enum InputKind {
     Parent,
     /// Another tensor of the same checkpoint, of the same dtype.
     Equal,
-    /// Another tensor of the same checkpoint, with values of 4 bytes for its own of 2.
+    /// Another tensor of the same checkpoint, with 4-byte values for a tensor of 2-byte values.
     Wider,
 }
 
@@ -43,16 +43,16 @@ impl InputKind {
 /// Where predicted bits are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Predicted {
-    /// They are the bits of the input with this number: nothing was written.
+    /// They are the bits of the input with this index; nothing was written.
     Input(usize),
-    /// They were written.
+    /// They were written to the output.
     Written,
 }
 
-/// What values are expected to be, bit by bit.
+/// A predictor: gives the expected bits of values.
 ///
-/// An engine asks for a chunk piece by piece, so that values, prediction and residuals meet in a core's
-/// nearest cache. Two predictors with one id predict the same.
+/// An engine predicts a chunk piece by piece, so that values, predictions and residuals stay in a
+/// core's nearest cache. Two predictors with the same id must predict the same bits.
 pub trait Predict: Debug + Send + Sync {
     /// The id that plans name.
     fn id(&self) -> PredictorId;
@@ -60,9 +60,10 @@ pub trait Predict: Debug + Send + Sync {
     /// The tensors that it needs, in the order of the plan's inputs.
     fn inputs(&self) -> &'static [InputKind];
 
-    /// Predicts the values of `tensor` from number `first` on, as many as `out` has room for (bytes, a
-    /// multiple of the width of a value). `inputs` are those values of each input, [`InputKind::scale`] times as long as `out`.
-    /// A prediction that is an input itself is not copied: its number is the answer.
+    /// Predicts the values of `tensor` from index `first` on, as many as `out` has room for (its
+    /// bytes are a multiple of a value's width). `inputs` holds the same values of each input,
+    /// [`InputKind::scale`] times as long as `out`. A prediction that equals an input is not
+    /// copied: the input's index is returned instead.
     ///
     /// # Errors
     /// `Corrupt` or `Unsupported` if side data, shape and range do not fit each other.
@@ -75,8 +76,8 @@ pub trait Predict: Debug + Send + Sync {
         out: &mut [u8],
     ) -> Result<Predicted>;
 
-    /// Whether it is usually nearly right, so that planes of residuals are sparse: nearly all symbols
-    /// alike, and the others rare.
+    /// Whether the prediction is usually nearly right, so that planes of residuals are sparse:
+    /// nearly all symbols are the same, and others are rare.
     fn is_sparse(&self) -> bool {
         false
     }
@@ -94,7 +95,7 @@ pub struct Predictors {
 }
 
 impl Predictors {
-    /// No predictors: every tensor is stored by itself.
+    /// No predictors: every tensor is stored without prediction.
     pub fn none() -> Self {
         Self::default()
     }
@@ -107,7 +108,7 @@ impl Predictors {
         self
     }
 
-    /// The predictor of an id; `None` for [`PredictorId::NONE`], which expects nothing.
+    /// The predictor of an id; `None` for [`PredictorId::NONE`], which predicts nothing.
     ///
     /// # Errors
     /// `Unsupported`, naming the predictor, if it is not registered.

@@ -5,7 +5,8 @@ use s4_planes::Kernels;
 
 use crate::{InputKind, Predict, Predicted, Tensor};
 
-/// Predictor `same`: values are expected to be those of another tensor with as many of the same dtype.
+/// Predictor `same`: values are expected to be those of another tensor, which has as many values of
+/// the same dtype.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Same;
 

@@ -1,8 +1,9 @@
 //! Contexts from the optimizer's update.
 //!
-//! AdamW and its like change a weight by about its first moment over the root of its second. In units of the weight's
-//! last place that is `|m| / (sqrt(v) * 2^e)`, and of floats the bits below the sign, taken as an integer, are nearly the
-//! logarithm: a difference of integers says how large the change will be, and the first moment's sign which way it goes.
+//! AdamW and similar optimizers change a weight by about its first moment over the root of its
+//! second. In units of the weight's last place that is `|m| / (sqrt(v) * 2^e)`. The bits of a float
+//! below its sign, taken as an integer, are nearly its logarithm, so a difference of such integers
+//! tells how large the change will be, and the first moment's sign tells its direction.
 //!
 //! # Side data
 //! 8 bytes: `floor` and `offset` (`i16` each), the codes of the moments' dtypes (a byte each), two zeros. With `mag(x)`,
@@ -28,18 +29,19 @@ const CLASSES: usize = 16;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Updates;
 
-/// How updates become classes, and of which dtypes the moments are.
+/// How updates are divided into classes, and the dtypes of the moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Update {
-    /// No update counts as smaller, in 128ths of an octave.
+    /// The smallest size that an update counts as, in 128ths of an octave.
     pub floor: i16,
-    /// What is added before classes are counted from 0, in 128ths of an octave.
+    /// Added to an update's size before it is divided into classes from 0 on, in 128ths of an
+    /// octave.
     pub offset: i16,
     /// Dtypes of the first moment and of the second.
     pub moments: [DType; 2],
 }
 
-/// How the bits of a dtype are divided, if weights and moments may be of it.
+/// How the bits of a dtype are divided; `None` if weights and moments cannot have this dtype.
 pub fn float_bits(dtype: DType) -> Option<FloatBits> {
     match dtype {
         DType::BFloat16 => Some(FloatBits::BFloat16),
@@ -58,7 +60,7 @@ impl Update {
     /// Reads side data.
     ///
     /// # Errors
-    /// `Corrupt` if it is none.
+    /// `Corrupt` if `side` is not the side data of these contexts.
     pub fn parse(side: &[u8]) -> Result<Self> {
         let none = || Error::corrupt("side data of contexts `update`");
         let &[a, b, c, d, first, second, 0, 0] = side else { return Err(none()) };
@@ -68,7 +70,7 @@ impl Update {
         Ok(Self { floor, offset, moments: [first, second] })
     }
 
-    /// As side data keeps it.
+    /// Writes side data.
     pub fn to_bytes(self) -> Vec<u8> {
         let [first, second] = self.moments.map(|dtype| dtype as u8);
         let mut out = [self.floor.to_le_bytes(), self.offset.to_le_bytes()].concat();
@@ -76,7 +78,8 @@ impl Update {
         out
     }
 
-    /// The bytes of an input's value: the parent's is of `dtype`, the others are moments.
+    /// Bytes of a value of an input: input 0 is the parent, of `dtype`, and the others are the
+    /// moments.
     pub fn input_width(&self, input: usize, dtype: DType) -> usize {
         match input {
             0 => dtype.value_width(),
@@ -84,7 +87,7 @@ impl Update {
         }
     }
 
-    /// The class of each of the parent's values, which are of `dtype`, by moments.
+    /// Writes the class of each of the parent's values, which are of `dtype`, from the moments.
     ///
     /// # Errors
     /// `Corrupt` if the dtype has no such contexts, or the numbers of values differ.
@@ -106,7 +109,7 @@ impl Update {
         Ok(())
     }
 
-    /// Negates differences, in place, where the first moment is positive: of values of `dtype`.
+    /// Negates differences of values of `width` where the first moment is positive, in place.
     ///
     /// # Errors
     /// As [`Update::classes`].

@@ -91,7 +91,8 @@ fn shares_belong_to_blends_alone_and_parents_have_as_many_values() {
     assert!(matches!(predict(&Blend, 1, &[]), Err(Error::Unsupported { .. })));
 }
 
-/// The offsets of 40 x 56 floats, the product of a factor of their row and one of their column, but for noise.
+/// The offsets of 40 x 56 floats, each the product of a row's and a column's factor, with some
+/// noise.
 fn fitted(width: Width, seed: u32) -> Vec<u8> {
     let shape = [40, 56];
     let value = |i: u32| {
@@ -124,7 +125,8 @@ fn offsets_of_a_blend_follow_from_those_of_both() {
             let blend = parse(width, &side);
             assert_eq!(blend.share(), share);
             let after = Expected::of(&blend, Some(&before)).unwrap();
-            // Of parents that are what is expected of them, a blend expects what rows and columns do alone.
+            // If the parent's values are just as expected, a blend predicts what rows and columns
+            // alone do.
             let parents: Vec<i64> = (0..40 * 56).map(|i| before.at(i)).collect();
             let bytes = width.bytes();
             let values: Vec<u8> =

@@ -1,4 +1,4 @@
-//! A model of contexts on its way through an encoder and a decoder of several tables.
+//! A context model used by an encoder and a decoder with several tables.
 
 use s4_codec_cpu::rans::{Counts, Precision, write_tables};
 use s4_codec_cpu::{Codec, Context, Encoded, Rans, Simd, Symbols, Workspace};
@@ -9,7 +9,7 @@ use s4_predict::{ContextModel, Exponents, Known, NoContexts, Tensor};
 
 const TABLES: usize = 3;
 
-/// The symbols of the second plane are as large as those of the first plane and of the input say.
+/// For a second plane whose symbols depend on the sum of those of the first plane and of the input.
 #[derive(Debug)]
 struct BySize;
 
@@ -26,7 +26,7 @@ impl ContextModel for BySize {
     }
 }
 
-/// Bytes below `below` without a pattern.
+/// Pseudorandom bytes below `below`.
 fn noise(len: usize, seed: u64, below: u8) -> Vec<u8> {
     let mut x = seed;
     let next = || {
@@ -36,7 +36,7 @@ fn noise(len: usize, seed: u64, below: u8) -> Vec<u8> {
     std::iter::repeat_with(next).take(len).collect()
 }
 
-/// What is known of plane `planes.len()`.
+/// The contexts of plane `planes.len()`.
 fn contexts(model: &dyn ContextModel, planes: &[&[u8]], input: &[u8]) -> Vec<u8> {
     let side = Side::default();
     let tensor = Tensor { dtype: DType::UInt8, shape: &[input.len() as u64], side: &side };
@@ -64,7 +64,7 @@ fn a_model_chooses_among_tables_in_the_stream_and_shared_ones() {
         .flat_map(|p| Simd::available().map(move |s| (p, s)))
     {
         let (rans, param) = (Rans::new(simd), precision.bits() as u8);
-        // Shared tables, of which the stream uses as many as there are.
+        // Shared tables, all of which the stream uses.
         let mut counts = vec![Counts::new(); TABLES];
         (0..n).for_each(|i| counts[usize::from(kind(i))].add_symbol(second[i], 1));
         let list: Vec<_> = counts.iter().map(|counts| counts.table(precision)).collect();
@@ -83,13 +83,14 @@ fn a_model_chooses_among_tables_in_the_stream_and_shared_ones() {
                     let mut dst = vec![0; rans.bound(param, n)];
                     let Encoded { len, shared, .. } =
                         rans.encode(&symbols, &mut dst, &mut work).expect("encodes");
-                    // The shared tables are the best that there are, and stand elsewhere.
+                    // The shared tables are the best possible and are not stored in the stream, so
+                    // they are chosen.
                     assert_eq!(shared, !tables.is_empty());
                     dst.truncate(len);
                     dst
                 })
                 .collect();
-            // The first plane is decoded, and the contexts of the second made from it.
+            // The contexts of the second plane are computed from the decoded first plane.
             let mut decoded: Vec<Vec<u8>> = vec![];
             for stream in &streams {
                 let known: Vec<&[u8]> = decoded.iter().map(Vec::as_slice).collect();
@@ -109,7 +110,7 @@ fn a_model_chooses_among_tables_in_the_stream_and_shared_ones() {
     }
 }
 
-/// What the specification says of the contexts of a plane's symbols.
+/// The contexts of a plane's symbols, as specified.
 fn specified(
     top: u64,
     shift: u32,

@@ -11,7 +11,7 @@ use s4_predict::rank1::{self, Grid, Offsets};
 
 const WIDTHS: [Width; 3] = [Width::B2, Width::B4, Width::B8];
 
-/// Floats that are the product of a factor of their row and one of their column, but for noise.
+/// Floats that are the product of a row's and a column's factor, with some noise.
 fn squares(rows: u32, cols: u32) -> Vec<u8> {
     let factor = |i: u32| f64::from(i * 7919 % 101 + 1).powi(-3);
     let mut bytes = Vec::new();
@@ -32,7 +32,7 @@ fn fit(width: Width, rows: u32, cols: u32, src: &[u8]) -> Vec<u8> {
     rank1::fit(width, &grid, &values.collect::<Vec<_>>()).expect("offsets")
 }
 
-/// What the specification says of a value: the predicted bits, and the residual of some bits.
+/// The predicted bits of value `i` and the residual of the bits `x`, as specified.
 fn specified(width: Width, side: &[u8], i: usize, x: u64) -> (u64, u64) {
     let predicted = predicted(width.bits(), side, i, 0);
     let n = width.bits() - 1;
@@ -90,7 +90,8 @@ fn products_of_rows_and_columns_leave_little() {
 
 #[test]
 fn columns_that_differ_more_than_rows_are_told_from_these() {
-    // Parts of the columns, of which each row shows one, differ: only whole rows tell by how much.
+    // The parts of the columns differ, and each row shows only one of them: only whole rows tell by
+    // how much.
     let (rows, cols) = (384u32, 768u32);
     let mut src = vec![];
     for (r, c) in (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c))) {

@@ -9,7 +9,7 @@ use s4_predict::{ContextModel, Known, Tensor, Update, Updates};
 
 const PAGE: &str = include_str!("../../../docs/predictors/update.md");
 
-/// The number in hexadecimal that a cell begins with.
+/// The hexadecimal number at the start of a table cell.
 fn hex(cell: &str) -> u32 {
     let digits = cell.trim().trim_start_matches('`').split('`').next().unwrap();
     u32::from_str_radix(digits, 16).unwrap()

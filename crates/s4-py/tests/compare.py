@@ -1,4 +1,4 @@
-"""Compares objects to the bit: types, values, storages, and what shares what."""
+"""Compares objects bit for bit: types, values, storages, and which parts are shared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def through_s4(obj: Any, path: Path, **load_arguments: Any) -> Any:
 
 
 def assert_identical(a: Any, b: Any) -> None:
-    """Fails unless two objects are the same to the bit and share the same parts."""
+    """Fails unless two objects are the same bit for bit and share the same parts."""
     _Comparison().compare(a, b, "object")
 
 
@@ -65,7 +65,7 @@ class _Comparison:
             self._compare_parts(a, b, path)
 
     def _is_new(self, a: Any, b: Any, path: str) -> bool:
-        """Whether a pair is met for the first time; what is shared here is to be shared there."""
+        """Whether a pair is met for the first time. Fails if either was met without the other."""
         if isinstance(a, (tuple, frozenset)):
             return True
         assert (id(a) in self._there) == (id(b) in self._back), f"{path}: shared in one of them"

@@ -1,4 +1,4 @@
-"""A server of the S3 protocol that falls silent at a chosen request: it never answers that."""
+"""An S3 server that never answers chosen requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SilentS3:
 
     @property
     def options(self) -> dict[str, str]:
-        """Storage options that lead here."""
+        """Storage options for this server."""
         return {
             "key": "test",
             "secret": "test",
@@ -126,5 +126,5 @@ class SilentS3:
 
 
 def etag(data: bytes) -> str:
-    """The name of a version."""
+    """The ETag of an object with this content."""
     return f'"{hashlib.md5(data).hexdigest()}"'

@@ -1,4 +1,4 @@
-"""What saves in the background do beside a training loop: lazy ones describe the object there, and threads give way."""
+"""Background saves beside a training loop: lazy ones describe objects later, threads give way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from s4weights import CheckpointStore
 
 
 def nested() -> dict[str, Any]:
-    """Containers of every kind, some within others, as state dicts have them."""
+    """Containers of every kind, nested as in state dicts."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(torch.randn(8, 64)).sum().backward()
@@ -53,7 +53,7 @@ def test_lazy_keeps_containers_as_they_are_at_the_call(tmp_path: Path) -> None:
 
 
 class Own:
-    """What no tree holds."""
+    """An object that no tree can hold."""
 
     def __init__(self) -> None:
         self.weight = torch.ones(1000)
@@ -99,7 +99,7 @@ def priorities() -> dict[str, set[int]]:
     """The nice values of this process's threads, by their names."""
     found: dict[str, set[int]] = {}
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # One that has just ended.
+        with contextlib.suppress(OSError):  # A thread that has just ended.
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
             found.setdefault(name, set()).add(int(rest.split()[16]))
     return found
@@ -117,7 +117,8 @@ def test_threads_of_a_save_in_the_background_give_way(stage: Any, tmp_path: Path
         gate.open.set()
         pending.wait(60)
         assert_identical(state(), store.load_checkpoint())
-    # Those that the loop may have to wait for do not, and neither do Python's own, which may hold its lock.
+    # Threads that the loop may have to wait for do not give way, and neither do Python's own, which
+    # may hold the GIL.
     assert during.get("s4weights-call") == (None if stage == "lazy" else {min(19, own + 10)})
     assert during["s4weights-store"] == {own}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own

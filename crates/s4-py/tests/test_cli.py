@@ -31,7 +31,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def main(*arguments: str) -> tuple[int, str]:
-    """What does not reach the native program, without another process: its exit code, and all it says."""
+    """Runs a command that does not reach the native program in this process: exit code, output."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = _cli.main(list(arguments))
@@ -82,7 +82,7 @@ def test_trust_is_for_reading_and_what_cannot_be_read_has_a_code_of_its_own(tmp_
     (source, file, back) = (str(tmp_path / name) for name in ("a.pt", "a.s4w", "b.pt"))
     assert run("compress", source, "--trusted").returncode == 2
     assert run("compress", source).returncode == 0
-    # No codec of it is closed: trust changes nothing.
+    # The file uses no closed codec, so trust changes nothing.
     assert run("decompress", file, back, "--trusted").returncode == 0
     assert torch.load(back)["step"] == 7
     Path(back).unlink()
@@ -111,11 +111,11 @@ def test_more_than_tensors_is_refused_with_the_way_to_do_it(tmp_path: Path) -> N
         source = str(tmp_path / name)
         code, said = main("compress", source, str(tmp_path / "o.s4w"))
         assert code == 4 and what in said, said
-        # What PyTorch advises its own callers to do is no option of this program.
+        # PyTorch's advice to its own callers does not apply to this program.
         assert f"s4weights.save(torch.load({source!r}, weights_only=False)" in said
         assert "\x1b" not in said and "two options" not in said
     assert not (tmp_path / "o.s4w").exists()
-    # And so on the way back.
+    # The same on the way back.
     s4weights.save(module, tmp_path / "module.s4w")
     code, said = main("decompress", str(tmp_path / "module.s4w"), str(tmp_path / "b.pt"))
     assert code == 4 and "s4weights.load(" in said and "Linear" in said, said
@@ -148,7 +148,7 @@ def test_sound_files_of_other_formats_are_not_called_damaged(tmp_path: Path) -> 
     for name in ("a.pt", "old.pt", "theirs.bin"):
         code, said = main("decompress", str(tmp_path / name), str(tmp_path / "o.pt"))
         assert code == 4 and "not a .s4w file" in said and name in said, said
-    # Damaged ones are.
+    # Damaged files are.
     whole, old = (tmp_path / "a.pt").read_bytes(), (tmp_path / "old.pt").read_bytes()
     for number, data in enumerate([whole[:3000], old[:200], b"junk" * 9, b"", bytes(1000)]):
         (tmp_path / f"{number}.pt").write_bytes(data)
@@ -180,7 +180,7 @@ def test_nothing_is_written_over_its_input(tmp_path: Path, monkeypatch: Any) -> 
         code, said = main("compress", "a.pt", same, "--force")
         assert code == 2 and "the same file" in said, (same, said)
     assert main("decompress", "ours.pt", "ours.pt", "-f")[0] == 2
-    # Its name by default would be the same.
+    # The default output would be the same file.
     assert main("decompress", "ours.pt", "-f")[0] == 2
     assert main("compress", "sub", "sub/", "-f")[0] == 2
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
@@ -228,19 +228,19 @@ def test_what_tensors_alone_cannot_hold_is_written_to_a_pt_file(tmp_path: Path) 
     code, said = main("decompress", file)
     assert code == 0 and "a.pt" in said, said
     assert torch.load(tmp_path / "a.pt")["step"] == 7
-    # Tensors alone: those who want them hear what is missing.
+    # A file for tensors alone is written, with a warning about what is missing.
     out = run("decompress", file, str(tmp_path / "a.safetensors"))
     assert out.returncode == 0
     assert "1 value that is no tensor" in out.stderr
     assert "1 tensor that shares its values" in out.stderr
     assert load_file(tmp_path / "a.safetensors").keys() == {"model.w", "v"}
-    # From a .safetensors file it is one again.
+    # What was a .safetensors file becomes one again.
     save_file({"w": torch.ones(3)}, tmp_path / "t.safetensors")
     assert run("compress", str(tmp_path / "t.safetensors")).returncode == 0
     (tmp_path / "t.safetensors").unlink()
     assert run("decompress", str(tmp_path / "t.s4w")).returncode == 0
     assert (tmp_path / "t.safetensors").exists() and not (tmp_path / "t.pt").exists()
-    # An ending that says nothing is refused, as by `store restore`.
+    # An unknown extension is refused, as by `store restore`.
     code, said = main("decompress", file, str(tmp_path / "b.xyz"))
     assert code == 4
     assert not (tmp_path / "b.xyz").exists()
@@ -302,7 +302,7 @@ def test_tensors_are_compressed_in_memory() -> None:
 def test_options_of_pickles_are_those_that_have_an_effect(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "a.pt")
     source, file = str(tmp_path / "a.pt"), str(tmp_path / "o.s4w")
-    # Wherever they are; the value of an option is no file.
+    # Options may be anywhere, and the value of an option is not taken for a file.
     code, said = main("-q", "compress", "--preset", "fast", source, "--threads=1", "--", file)
     assert code == 0, said
     assert s4weights.inspect(file)["preset"] == "fast"
@@ -335,7 +335,7 @@ def test_messages_hold_no_secrets_of_urls(tmp_path: Path) -> None:
     for line in (
         ["decompress", url, str(tmp_path / "b.pt")],
         ["compress", str(tmp_path / "a.pt"), url],
-        # What would save it is part of the message.
+        # The message contains the call that would save it, with the URL.
         ["compress", str(tmp_path / "unsafe.pt"), url],
         ["store", "restore", url, "latest", str(tmp_path / "b.pt")],
     ):
@@ -363,7 +363,7 @@ def test_a_checkpoint_of_a_store_becomes_a_pt_file(tmp_path: Path) -> None:
     assert "hush" not in out.stderr
     code, said = main("store", "restore", url, "00000000-0000-7000-8000-000000000000", target)
     assert code == 3 and "no checkpoint" in said
-    # What is no PyTorch file is the native program's matter.
+    # Other formats are left to the native program.
     assert run("store", "restore", url, "5", str(tmp_path / "c.s4w")).returncode == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.s4w", "store"]
 

@@ -22,7 +22,7 @@ from test_dcp import run_ranks
 
 
 def distributed() -> dict[str, Any]:
-    """What the planner stores in every way that it knows."""
+    """A state that the planner stores in every way that it knows."""
     return {
         "model": {"w": torch.arange(12.0).reshape(3, 4).bfloat16(), "scalar": torch.tensor(7)},
         "optim": {"groups": [{"lr": 0.5, "params": [0, 1]}], "empty": torch.zeros(0, 3)},
@@ -58,11 +58,11 @@ def test_a_distributed_checkpoint_is_put_together(tmp_path: Path, planner: Any) 
     found = torch.load(target, weights_only=True)
     assert same(found, as_pytorch_does(distributed(), tmp_path / "folder"))
     assert found["step"] == 5 and torch.equal(found["model"]["w"], distributed()["model"]["w"])
-    # And so by way of a .s4w file, whose default is the same.
+    # The same by way of a .s4w file, whose default output is a .pt file, too.
     assert run("store", "restore", url, "5", str(tmp_path / "d.s4w")).returncode == 0
     assert main("decompress", str(tmp_path / "d.s4w"))[0] == 0
     assert same(torch.load(tmp_path / "d.pt"), found)
-    # Tensors alone are pieces, which is said.
+    # A file for tensors alone gets the pieces, with a warning.
     out = run("store", "restore", url, "5", str(tmp_path / "e.safetensors"))
     assert out.returncode == 0 and "pieces" in out.stderr, out.stderr
 
@@ -72,7 +72,7 @@ def save_shards(rank: int, url: str) -> None:
     values = torch.arange(42, dtype=torch.float32).reshape(7, 6)
     shards = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
     tensors = {name: distribute_tensor(values, mesh, how) for name, how in shards.items()}
-    # Of one row the second rank has nothing.
+    # Of a single row, the second rank has nothing.
     tensors["short"] = distribute_tensor(values[:1], mesh, [Shard(0)])
     s4weights.dcp.save({"model": tensors, "rank": {str(rank): rank}}, url, 1)
 
@@ -100,7 +100,7 @@ def test_shards_of_ranks_become_tensors(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Makes a file, wherever it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""What code that was written for `torch.save` and `torch.load` may do with `save` and `load`."""
+"""Code written for `torch.save` and `torch.load` may use `save` and `load` in the same way."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Damaged and hostile files are refused; they do not crash, run code or read what is not theirs."""
+"""Damaged and hostile files are refused: they cause no crash, run no code, read no other data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_flip_is_found(path: Path) -> None:
         damaged[place] ^= 1 << choose.randrange(8)
         path.write_bytes(damaged)
         with pytest.raises((s4weights.CorruptDataError, s4weights.UnsupportedFormatError)):
-            # Gaps between chunks are covered by the hash of the whole alone.
+            # Gaps between chunks are covered only by the hash of the whole file.
             s4weights.load(path)
             s4weights.verify(path)
 

@@ -1,4 +1,4 @@
-"""A store whose newest checkpoint was damaged, in every way: the one before is loaded."""
+"""If a store's newest checkpoint is damaged, in whatever way, the one before it is loaded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_fallback_passes_over_any_damage(tmp_path: Path, damage: Callable[[Path]
         with CheckpointStore(tmp_path, timeout=5) as store:
             arguments = {"weights_only": False}
             if damage is extend and file.name != "manifest":
-                # Nobody reads what is behind the end.
+                # Nothing reads what is behind the end.
                 with warnings.catch_warnings():
                     warnings.simplefilter("error")
                     store.load_checkpoint(fallback=True, **arguments)
@@ -105,7 +105,7 @@ def test_fallback_passes_over_what_needs_the_damaged(
 
 
 def test_fallback_is_not_for_other_errors(tmp_path: Path) -> None:
-    """Of what may be over tomorrow nothing is passed over: the run would go back for no reason."""
+    """Errors that may go away pass over no checkpoint: the run would go back for no reason."""
     with CheckpointStore(tmp_path) as store:
         store.save_checkpoint(state_of(0), 0)
         store.save_checkpoint(state_of(1), 1)

@@ -35,7 +35,7 @@ PATIENCE = 60
 
 
 def run_ranks(world: int, work: Callable[..., None], *args: Any) -> None:
-    """Runs ``work(rank, *args)`` in so many processes; any failure fails the test."""
+    """Runs ``work(rank, *args)`` in ``world`` processes; any failure fails the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -56,8 +56,8 @@ def _rank(rank: int, world: int, port: int, work: Callable[..., None], args: Any
     for child in mp.active_children():
         child.terminate()
         child.join()
-    # gloo's threads may still drop the tensors of the last collective. One that does so while the
-    # interpreter ends aborts the process (pytorch#190489): it is not taken down.
+    # gloo's threads may still drop the tensors of the last collective. If one does so while the
+    # interpreter shuts down, the process aborts (pytorch#190489), so shutdown is skipped.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -75,7 +75,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def sharded(step: int) -> dict[str, Any]:
-    """A state that is split in every way, its values those of a step."""
+    """A state that is sharded in every way, with the values of a step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     world = dist.get_world_size()
     return {
@@ -161,7 +161,7 @@ def test_ranks_store_one_checkpoint_and_others_load_it(tmp_path: Path) -> None:
 
 
 def _train(rank: int, url: str, mesh_shape: tuple[int, ...]) -> None:
-    """Some steps, each saved; then the last one is loaded into another model, to the bit."""
+    """Trains and saves some steps, then loads the last one into another model, bit for bit."""
     names = ("replicate", "shard")[-len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
 
@@ -232,7 +232,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
 
 class Bad:
-    """What a planner of no safe kind would run."""
+    """An object whose code an unsafe planner would run."""
 
     ran = False
 
@@ -278,7 +278,7 @@ def test_a_failure_of_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     store = s4weights.CheckpointStore(url)
     assert [entry.step for entry in store.list()] == [1, 3]
     assert store.verify()["clean"]
-    # What is left of it is given up, and deleted by the next sweep.
+    # What the failed save left is given up by one sweep and deleted by the next.
     assert len(store.gc(grace=0.0, exclusive=True)["given_up"]) == 1
     assert store.gc(grace=0.0, exclusive=True)["deleted_bytes"] > 0
     assert [entry.step for entry in store.list()] == [1, 3] and store.verify()["clean"]
@@ -341,7 +341,7 @@ def _alone(rank: int, url: str) -> None:
         return {"w": weights, "mine": rank, "step": step}
 
     for step in (1, 2, 3):
-        if step < 3 or rank == 0:  # The last save reaches one rank alone.
+        if step < 3 or rank == 0:  # Only one rank does the last save.
             writer = StorageWriter(url, step=step)
             alone = {"storage_writer": writer, "no_dist": step == 3, "use_collectives": False}
             dcp.save(state(step), **alone)
@@ -465,7 +465,7 @@ def test_the_metadata_says_which_checkpoint_it_is_of(tmp_path: Path) -> None:
             kept = metadata.state_dict_metadata[name].properties
             assert getattr(kept, "strides", tensor.stride()) == tensor.stride()
     assert found.checkpoint_id == f"{url}/step-3"
-    # What it says can be given to a call of DCP, and one that a call gave is kept as it is.
+    # That id can be given to a call of DCP, and an id that a call was given is kept as it is.
     other = str(tmp_path / "other" / "ck_07")
     dcp.save(state, checkpoint_id=other, storage_writer=StorageWriter(), no_dist=True)
     reader, loaded = StorageReader(), {"w": torch.zeros(4, 6)}
@@ -539,7 +539,7 @@ def _cached_plans(rank: int, url: str) -> None:
             writer = StorageWriter(f"{url}-{cached.__name__}", step=step)
             dcp.save(state, storage_writer=writer, planner=planner)
             loaded: dict[str, Any] = {f"{rank}.w": torch.zeros(4), f"{rank}.step": None}
-            # One reader gives what is the newest each time.
+            # The same reader loads the newest checkpoint each time.
             dcp.load(loaded, storage_reader=reader, planner=LoadPlanner())
             assert torch.equal(loaded[f"{rank}.w"], state[f"{rank}.w"]), step
             assert loaded[f"{rank}.step"] == step

@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint`: converted as PyTorch would, and nothing in them runs."""
+"""DCP's folders are converted as PyTorch would convert them, but no code in them runs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_several_files_of_a_rank_are_read(tmp_path: Path) -> None:
 
 
 def test_empty_containers_leave_a_gap(tmp_path: Path) -> None:
-    # PyTorch saves nothing for them, and then cannot load the list at all.
+    # PyTorch saves nothing for empty containers, and then cannot load the list at all.
     folder = save(tmp_path / "a", {"l": [torch.ones(1), {}, {"x": 2}], "d": {}})
     assert same(load_folder(folder), {"l": [torch.ones(1), None, {"x": 2}]})
 
@@ -115,7 +115,7 @@ def _save_sharded(rank: int, folder: str) -> None:
     values = torch.arange(7 * 6, dtype=torch.float32).reshape(7, 6)
     shards = {"rows": [Shard(0)], "columns": [Shard(1)], "copies": [Replicate()]}
     tensors = {name: distribute_tensor(values, mesh, how) for name, how in shards.items()}
-    # Of one row the second rank has nothing.
+    # Of a single row, the second rank has nothing.
     tensors["short"] = distribute_tensor(values[:1], mesh, [Shard(0)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -148,7 +148,7 @@ def test_a_folder_that_is_not_complete_is_not_found(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Makes a file, wherever it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -158,7 +158,7 @@ class Evil:
 
 
 class Reducer:
-    """Calls what it names."""
+    """Calls the given function when it is unpickled."""
 
     def __init__(self, call: Any, *arguments: Any) -> None:
         self.what = call, arguments

@@ -78,7 +78,7 @@ class _Held:
 def test_named_tuples_and_objects_hold_copies_of_the_same_tensors() -> None:
     linear = torch.nn.Linear(3, 4)
     weight = linear.weight.detach()
-    # Objects first: what they hold comes later.
+    # The object comes before the other places of the tensor that it holds.
     state = {"object": _Held(weight), "pair": _Pair(linear.weight * 2, 7), "w": [weight, weight]}
     staged = Stager().stage(state)
     assert type(staged["pair"]) is _Pair and staged["pair"].number == 7
@@ -99,7 +99,7 @@ def test_memory_is_used_again_once_a_save_is_over() -> None:
     third = stager.stage(state)
     assert address(third) in places and torch.equal(third["w"], state["w"])
     assert torch.equal(second["w"], values(1, 300, 200))
-    # More than there is room for.
+    # A state that is larger than the memory that is kept.
     del third
     assert torch.equal(stager.stage({"w": values(2, 999, 333)})["w"], values(2, 999, 333))
     stager.close()
@@ -159,7 +159,7 @@ def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
         writer = StorageWriter(url, step=step)
         return dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
 
-    # What cannot be staged is an error of the call: no future that has failed before it is given out.
+    # What cannot be staged is an error of the call, which never returns an already failed future.
     with pytest.raises(TypeError, match="pickle"):
         save({**good, "lock": threading.Lock()}, tmp_path / "run", 1)
     (tmp_path / "file").write_text("no folder")
@@ -167,7 +167,7 @@ def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as error:
         failed.result()
     assert isinstance(error.value.failures[0][0], s4weights.StorageError)
-    # Neither is in the way of the next one, even while somebody holds the failed future.
+    # Neither failure affects the next save, even while somebody holds the failed future.
     save(good, tmp_path / "run", 2).result()
     loaded = {"w": torch.zeros(5000)}
     dcp.load(loaded, storage_reader=StorageReader(tmp_path / "run"), no_dist=True)

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` of tensors that wrap others, as quantized weights and optimizer states do."""
+"""DCP with tensors that wrap other tensors, as quantized weights and optimizer states do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Quantized(torch.Tensor):
         if func in (aten.detach.default, aten.clone.default):
             return cls(func(this.codes), func(this.scale), this.rule)
         if func is aten.copy_.default:
-            # Of floats.
+            # The source is a tensor of floats.
             this.scale.copy_(args[1].abs().amax(1) / 127)
             this.codes.copy_((args[1] / this.scale[:, None]).round())
             return this
@@ -137,7 +137,7 @@ def test_what_is_no_such_wrapper_is_refused(
 
 
 def test_floats_may_be_loaded_into_a_wrapper(tmp_path: Path) -> None:
-    """As with PyTorch's own storage: it is the wrapper that says how."""
+    """As with PyTorch's own storage: the wrapper defines how."""
     values = torch.linspace(-1, 1, 48 * 64).reshape(48, 64)
     s4weights.dcp.save({"w": values}, tmp_path, 1, no_dist=True)
     target = quantized(1)
@@ -174,7 +174,7 @@ def _load_a_part(rank: int, place: str) -> None:
 
 def test_shards_may_be_wrappers(tmp_path: Path) -> None:
     run_ranks(2, _save_and_load, str(tmp_path / "s"))
-    # A wrapper that can be sliced takes several.
+    # A wrapper that can be sliced takes several shards.
     whole = quantized(1, "rule", 96)
     load({"w": whole}, tmp_path / "s")
     assert_same(whole[:48], quantized(10))  # type: ignore[arg-type]

@@ -133,7 +133,7 @@ def test_load_into_refuses_what_does_not_fit(path: Path) -> None:
 
 
 class Lent:
-    """An array of another library: all that is known of it is DLPack."""
+    """An array of another library, known only by its DLPack interface."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor

@@ -1,4 +1,4 @@
-"""How a process ends, or forks, while saves run in the background: nothing is lost in silence."""
+"""How a process ends, or forks, while saves run in the background: nothing is lost silently."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_sigterm_comes_early(tmp_path: Path, script: str) -> None:
 
 
 def test_sigterm_goes_on_to_the_handler_before(tmp_path: Path) -> None:
-    """A handler that goes on can save afterwards: the deadline is over."""
+    """A handler that lets the program go on can save afterwards: the deadline no longer applies."""
     script = """
 store = CheckpointStore(url)
 signal.signal(signal.SIGTERM, lambda number, frame: None)

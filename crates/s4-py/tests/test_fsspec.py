@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 
 def register() -> None:
-    """What the package's entry point does where the wheel is installed."""
+    """Does what the package's entry point does, unless the wheel is installed."""
     try:
         importlib.metadata.distribution("s4weights")
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def protocol() -> None:
 
 
 def several() -> bytes:
-    """Files of `torch.save` in a row."""
+    """Several files of `torch.save`, one after the other."""
     stream = io.BytesIO()
     for seed, dtype in enumerate(
         [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.bool]
@@ -122,7 +122,7 @@ def test_an_error_stores_nothing_and_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(bad)
     with pytest.raises(s4weights.CorruptDataError), fs.open(f"s4w://{tmp_path}/bad", "rb") as file:
         file.read()
-    # Another program's .s4w file is no file of this protocol's.
+    # A .s4w file that another program wrote is not a file of this protocol.
     s4weights.save({"w": values(1, 5000)}, tmp_path / "other")
     with pytest.raises(s4weights.CorruptDataError, match="s4w://"):
         fs.open(f"s4w://{tmp_path}/other", "rb")

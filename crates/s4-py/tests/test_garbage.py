@@ -1,4 +1,4 @@
-"""Memory goes back when the last reference does, not when the garbage collector comes by."""
+"""Memory is freed with the last reference, not when the garbage collector runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on a CUDA device. Skipped where there is none; an error then if ``S4_REQUIRE_GPU=1``."""
+"""Tensors on a CUDA device. Skipped if there is none, or an error if ``S4_REQUIRE_GPU=1``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def of_dtype(dtype: torch.dtype, n: int = 300_001) -> torch.Tensor:
 
 
 def state() -> dict[str, Any]:
-    """A mixed state: GPU and host, large and small, in turns."""
+    """A mixed state: GPU and host tensors, large and small, alternating."""
     out: dict[str, Any] = {"step": 7}
     for i, dtype in enumerate(DTYPES):
         name = str(dtype)[6:]
@@ -163,7 +163,7 @@ def test_load_into(path: Path) -> None:
     assert_identical(obj, target)
     after = [t.data_ptr() for g in target.values() if isinstance(g, dict) for t in g.values()]
     assert addresses == after
-    # To the other side, and into what is not contiguous.
+    # From host to device, and into a tensor that is not contiguous.
     strided, there = torch.zeros(600_002, device="cuda")[::2], torch.zeros(5002, device="cuda")
     part = {"float32": {"large": strided, "host": there}}
     s4weights.load_into(part, path, strict=False)
@@ -213,7 +213,7 @@ def test_nothing_is_left_allocated(path: Path) -> None:
         s4weights.load(path)  # and dropped at once
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before[1]
-    # What the caching allocator keeps of the loaded tensors is its own.
+    # The memory that the caching allocator keeps of the loaded tensors does not count.
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] >= before[0]
 

@@ -1,8 +1,9 @@
-"""Saves in the background of tensors on CUDA devices, under attack: values that change, from any stream,
-or are freed and whose memory is used again, while a save goes on. Every checkpoint is compared to the bit.
+"""Background saves of tensors on CUDA devices, under attack: while a save goes on, values are
+changed from any stream, or freed and their memory used again. Every checkpoint is compared bit for
+bit.
 
-Skipped where there is no device; an error then if ``S4_REQUIRE_GPU=1``. ``S4_STAGING_SAVES`` sets the number
-of saves of the long test (200).
+Skipped if there is no device, or an error if ``S4_REQUIRE_GPU=1``. ``S4_STAGING_SAVES`` sets the
+number of saves of the long test (200).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 def on_host(values: Any, memory: dict[int, torch.UntypedStorage] | None = None) -> Any:
-    """The same values in host memory: what shares a storage does so there, too."""
+    """The same values in host memory, where tensors share storages as before."""
     memory = {} if memory is None else memory
     if isinstance(values, dict):
         return {name: on_host(value, memory) for name, value in values.items()}
@@ -106,7 +107,7 @@ def test_page_locked_memory_is_used_again_and_given_back(tmp_path: Path, pinned:
     values = state()
     expected = {}
     with CheckpointStore(tmp_path / "store", device="cuda", pinned_memory=pinned) as store:
-        pieces, before = [], memory()[3]  # Tests before this one took some, too.
+        pieces, before = [], memory()[3]  # Earlier tests took some, too.
         for step in range(5):
             expected[step] = on_host(values)
             store.save_checkpoint(values, step, blocking=False, stage="host").wait()
@@ -116,7 +117,7 @@ def test_page_locked_memory_is_used_again_and_given_back(tmp_path: Path, pinned:
             train(values)
         for step, stored in expected.items():
             assert_stored(stored, store, step)
-        # After the first save there are enough for another one, however slowly objects are stored.
+        # The first save leaves enough pieces for the next one, however slowly objects are stored.
         assert pieces[4] == pieces[0] and (pieces[0] > 0) == (pinned > 0)
         path = tmp_path / "file.s4w"
         pending = s4weights.save(values, path, device="cuda", blocking=False, stage="host")
@@ -131,7 +132,7 @@ def test_page_locked_memory_is_used_again_and_given_back(tmp_path: Path, pinned:
 
 @pytest.mark.parametrize("stage", ["auto", *STAGES])
 def test_a_long_run(stage: Any, tmp_path: Path) -> None:
-    """Saves beside training, bases and deltas, each guarded as its way of staging asks for."""
+    """Saves during training, bases and deltas, each guarded as its way of staging requires."""
     values = state(1 << 18)
     parameters = [t for t in tensors(values) if t.is_cuda and t.dtype == torch.float32]
     optimizer = torch.optim.AdamW([torch.nn.Parameter(p) for p in parameters[:4]], lr=1e-3)
@@ -141,7 +142,7 @@ def test_a_long_run(stage: Any, tmp_path: Path) -> None:
         for step in range(SAVES):
             for parameter in optimizer.param_groups[0]["params"]:
                 parameter.grad = torch.randn_like(parameter) * 1e-3
-            optimizer.step()  # Changes the very tensors that the last save is of.
+            optimizer.step()  # Changes the very tensors that the last save stores.
             if stage != "lazy" or pending is None or pending.staged.done():
                 train(values)
             expected[step] = on_host(values)
@@ -175,7 +176,7 @@ def test_values_overwritten_at_once_on_the_same_stream(stage: Any, tmp_path: Pat
                 train(values)
                 expected.append(on_host(values))
                 backup = [t.clone() for t in tensors(values)]
-                # What is queued belongs to the state; what comes later does not.
+                # Work queued before the call belongs to the state; later work does not.
                 torch.cuda._sleep(BUSY)
                 for tensor, kept in zip(tensors(values), backup, strict=True):
                     tensor.zero_()
@@ -226,7 +227,7 @@ def test_values_overwritten_on_another_stream(stage: Any, how: str, tmp_path: Pa
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_freed_memory_that_is_used_again(stage: Any, tmp_path: Path) -> None:
-    """The caching allocator hands it out at once, on the stream that it was made on and on others."""
+    """The caching allocator reuses it at once, on the stream of the allocation and on others."""
     made_on = torch.cuda.Stream()
     with CheckpointStore(tmp_path, device="cuda") as store:
         expected = []
@@ -281,7 +282,7 @@ def test_the_call_does_not_wait_for_the_device(tmp_path: Path) -> None:
         store.save_checkpoint(values, 0, blocking=False, stage="device").wait()
         for stage in ("device", "lazy"):
             torch.cuda.synchronize()
-            torch.cuda._sleep(2_000_000_000)  # A second, about.
+            torch.cuda._sleep(2_000_000_000)  # About a second.
             start = time.perf_counter()
             pending = store.save_checkpoint(values, 1, blocking=False, stage=stage)  # type: ignore[call-overload]
             seconds = time.perf_counter() - start
@@ -296,7 +297,7 @@ def test_a_guard_in_device_mode_does_not_wait_on_the_host(tmp_path: Path) -> Non
     parameter = torch.nn.Parameter(values["master"])
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     parameter.grad = torch.ones_like(parameter)
-    optimizer.step()  # A kernel is loaded when it is first used, which may wait for the device.
+    optimizer.step()  # The first use of a kernel loads it, which may wait for the device.
     expected = on_host(values)
     with CheckpointStore(tmp_path, device="cuda") as store:
         torch.cuda._sleep(2_000_000_000)
@@ -348,7 +349,7 @@ def test_without_room_it_goes_through_the_host_or_says_how_much_it_needs(tmp_pat
 
 
 def test_training_that_fills_the_device_does_not_run_out(tmp_path: Path) -> None:
-    """PyTorch's own memory is not touched: what it had at its peak it gets again."""
+    """PyTorch's own memory is not touched: it can get again what it had at its peak."""
     values = state(1 << 22)
     reserve = torch.cuda.mem_get_info()[1] // 10
     room = torch.cuda.mem_get_info()[0] - reserve // 2
@@ -368,7 +369,7 @@ def test_training_that_fills_the_device_does_not_run_out(tmp_path: Path) -> None
             pending.wait(60)
             assert_stored(expected, store, step)
     torch.cuda.empty_cache()
-    # Saves of other tests are not to leave as much free.
+    # Saves of other tests need not leave as much free.
     torch.cuda.reset_peak_memory_stats()
 
 
@@ -392,7 +393,7 @@ def test_files(stage: Any, tmp_path: Path) -> None:
 
 
 def test_devices_through_the_host(tmp_path: Path) -> None:
-    """Without the engine values are copied to host memory, with every way but `device`."""
+    """Without the engine, every way of staging but `device` copies values to host memory."""
     values = state()
     with CheckpointStore(tmp_path, device="cpu") as store:
         for step, stage in enumerate(("auto", "host", "lazy")):

@@ -1,4 +1,4 @@
-"""Checkpoints of tensors on CUDA devices. Skipped where there is none; an error then if
+"""Checkpoints of tensors on CUDA devices. Skipped if there is none, or an error if
 ``S4_REQUIRE_GPU=1``.
 """
 
@@ -75,7 +75,7 @@ def train(state: dict[str, Any]) -> None:
 
 
 def copy_of(state: Any) -> Any:
-    """The same values elsewhere."""
+    """The same values in other memory."""
     if isinstance(state, dict):
         return {name: copy_of(value) for name, value in state.items()}
     return state.clone() if isinstance(state, torch.Tensor) else state
@@ -96,7 +96,7 @@ def test_saves_and_loads_where_the_tensors_are(
             steps.append(copy_of(state))
             train(state)
         done, host, refused = (a - b for a, b in zip(engine.chunks(), before, strict=True))
-        # The host does differences of integers by Zstandard, if that is smaller.
+        # The host encodes differences of integers with Zstandard, if that is smaller.
         assert done > 4 * 50 and host <= 4 and refused == 0, (done, host, refused)
         before = engine.chunks()
         for step, expected in enumerate(steps):

@@ -1,6 +1,6 @@
-"""Weights on CUDA devices: applied where they are, and staged for DCP within the device.
+"""Weights on CUDA devices: applied in place, and staged for DCP within the device.
 
-Skipped where there is no device; an error then if ``S4_REQUIRE_GPU=1``.
+Skipped if there is no device, or an error if ``S4_REQUIRE_GPU=1``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_kept() -> Iterator[None]:
-    """What ranks keep for their next deltas is of no use to the tests of other files."""
+    """Closes the stores that ranks keep for their next deltas; tests of other files need none."""
     yield
     while _dcp_place._stores:
         _dcp_place._stores.pop()[2].close()
@@ -50,7 +50,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def change(state: dict[str, torch.Tensor], step: int) -> None:
-    """Some values change by the last bit."""
+    """Changes some values, those of ``w`` by the last bit."""
     state["w"].view(torch.int16)[step::300] ^= 1
     state["turned"][step] += 1e-4
     state["host"][step] += 1
@@ -72,7 +72,7 @@ def test_deltas_are_applied_on_the_device(tmp_path: Path, listen: str | None) ->
             for name, tensor in trainer.items():
                 assert torch.equal(sampler[name], tensor), f"{name} of step {step}"
             change(trainer, step)
-        # Something else changed the weights: what is on the device is read anew.
+        # Something else changes the weights on the device: all of them are read again.
         sampler["w"][1000] += 1
         publisher.publish_delta(trainer, 5)
         assert subscriber.apply_delta() is not None
@@ -110,7 +110,7 @@ def test_copies_on_the_device_are_freed_with_the_save(tmp_path: Path) -> None:
 
 
 class Cut(dcp.DefaultLoadPlanner):
-    """Wants parts of one tensor in tensors of its own."""
+    """Loads parts of stored tensors into separate tensors."""
 
     def __init__(self, targets: list[torch.Tensor]) -> None:
         super().__init__()

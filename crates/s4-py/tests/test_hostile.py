@@ -1,4 +1,4 @@
-"""Files and surroundings that somebody made in order to do harm."""
+"""Files and environments that are made to do harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from s4weights._explain import find_refused
 
 
 def save_stream(stream: bytes, path: Path, state: object = None) -> None:
-    """A file whose object is this pickle stream."""
+    """Writes a file whose object is this pickle stream."""
     storages, _ = _save.describe({} if state is None else state, pickle, 2)
     writer = s4weights._core.Writer(os.fspath(path), None, None, "fast", 1, {})
     from s4weights._device import Compute
@@ -34,9 +34,9 @@ def save_stream(stream: bytes, path: Path, state: object = None) -> None:
 
 REFUSED = b"cos\nsystem\n"
 NESTED = {
-    # A tuple of twice the one before, as the key of a dict, of which the path would tell.
+    # Tuples that each hold the one before twice; the last is a dict's key, and part of key paths.
     "keys": b"\x80\x02K\x01" + b"q\x00h\x00\x86" * 3000 + b"q\x01}h\x01" + REFUSED + b"s.",
-    # Calls whose arguments are the call before, twice.
+    # Calls whose two arguments are both the result of the call before.
     "calls": b"\x80\x02" + REFUSED + b"q\x00" + b"q\x01h\x00h\x01h\x01\x86R" * 3000 + b".",
     "spread": b"\x80\x02" + REFUSED + b"q\x00" + b"h\x00q\x01\x85h\x01\x86R" * 3000 + b".",
     "duplicates": b"\x80\x02" + REFUSED + b"\x85" + b"2\x86" * 5000 + b".",
@@ -60,7 +60,7 @@ def test_explaining_a_refusal_is_bounded_by_the_stream(stream: bytes) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # An interpreter of opcodes in Python, traced: some microseconds and some hundred bytes of each.
+    # Python code interprets each opcode, traced: some microseconds and some hundred bytes each.
     assert time.perf_counter() - start < 10
     assert peak < (8 << 20) + 400 * len(stream)
     assert found and len(found) <= 9
@@ -88,7 +88,7 @@ def test_keys_are_still_told_as_they_are(path: Path) -> None:
 
 
 def test_a_damaged_pickle_is_corrupt_data(tmp_path: Path) -> None:
-    # What other tests allowed is not allowed here: a caller's own function may raise anything.
+    # Forget what other tests allowed: an allowed function of the caller's may raise anything.
     torch.serialization.clear_safe_globals()
     state = {"w": torch.rand(100), "x": range(3)}
     _, about = _save.describe(state, pickle, 2)
@@ -103,10 +103,10 @@ def test_a_damaged_pickle_is_corrupt_data(tmp_path: Path) -> None:
             try:
                 s4weights.load(path)
             except Exception as error:
-                # The tag of a device may be one of another machine: PyTorch says so.
+                # A damaged tag may name a device of another machine, which PyTorch reports.
                 tag = isinstance(error, RuntimeError) and "data location" in str(error)
                 assert tag or isinstance(error, s4weights.S4Error), (i, error)
-        # A cut stream runs nothing that it did not run before.
+        # Safe without `weights_only`: a cut stream runs nothing that the whole one does not.
         save_stream(stream[:i], path, state)
         for arguments in ({}, {"weights_only": False}):
             with pytest.raises(s4weights.CorruptDataError):
@@ -123,7 +123,7 @@ def test_what_a_function_of_the_caller_raises_is_passed_on(path: Path) -> None:
 
 
 def test_messages_about_persistent_ids_are_bounded(path: Path) -> None:
-    """Tuples that hold each other twice are written out by no message."""
+    """No message writes out tuples that each hold the one before twice."""
     stream = b"\x80\x02K\x01" + b"q\x00h\x00\x86" * 200 + b"Q."
     save_stream(stream, path)
     start = time.perf_counter()
@@ -133,7 +133,7 @@ def test_messages_about_persistent_ids_are_bounded(path: Path) -> None:
 
 
 def save_tree(root: object, path: Path) -> None:
-    """A file with this tree, and one tensor."""
+    """Writes a file with this tree and one tensor."""
     storages, _ = _save.describe({"w": torch.rand(4)}, pickle, 2)
     writer = s4weights._core.Writer(os.fspath(path), None, None, "fast", 1, {})
     from s4weights._device import Compute

@@ -1,4 +1,4 @@
-"""Ctrl-C ends any call within a second, whatever the server does, and leaves nothing in part."""
+"""Ctrl-C ends any call within a second, whatever the server does, and leaves nothing half done."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def server() -> Iterator[SilentS3]:
 
 @pytest.fixture(autouse=True)
 def sigint_raises() -> Iterator[None]:
-    """Ctrl-C raises, also where whoever started the tests ignores it, as shells do for what runs in the background."""
+    """Makes Ctrl-C raise, even if the tests inherit a SIGINT that is ignored, as shells' background
+    jobs do."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def interrupted(server: SilentS3, work: Callable[[], object]) -> float:
-    """Presses Ctrl-C once the server has fallen silent; how long the call took to end then."""
+    """Presses Ctrl-C once the server is silent; returns how long the call then took to end."""
     pressed: list[float] = []
 
     def press() -> None:
@@ -104,7 +105,7 @@ def test_a_server_that_falls_silent_in_mid_save(server: SilentS3) -> None:
             assert interrupted(server, lambda: other.list()) < 1
         server.silent = lambda method, key: False
     with open_store(server) as store:
-        # What was stopped while it was committed is listed whole or not at all.
+        # A save that was stopped during its commit is listed whole or not at all.
         assert [e.step for e in store.list()] in ([1], [1, 2])
         assert torch.equal(store.load_checkpoint(1)["w"], STATE["w"])
         assert store.verify()["clean"]
@@ -139,7 +140,7 @@ def test_the_time_for_a_request_can_be_set(server: SilentS3) -> None:
 
 
 def test_ctrl_c_while_another_thread_saves(tmp_path: Path) -> None:
-    """Who waits for another thread's save can be interrupted; the save goes on."""
+    """A thread that waits for another thread's save can be interrupted; that save goes on."""
     started = threading.Event()
     with CheckpointStore(tmp_path, bandwidth=8 << 20) as store:
         state = {"w": torch.randn(4 << 20)}

@@ -1,4 +1,4 @@
-"""What the native crates warn about reaches Python's `logging`; their panics are exceptions."""
+"""Warnings of the native crates reach Python's `logging`; their panics are exceptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from s4weights import CheckpointStore, _core
 
 
 def damage_newest(folder: Path, store: CheckpointStore) -> None:
-    """What the next save would be a difference from cannot be read any more."""
+    """Damages the checkpoint that the next save would be a delta of."""
     newest = store.list()[-1]
     for file in (p for p in folder.rglob("*") if newest.id in str(p) and p.is_file()):
         if file.name != "manifest":
@@ -90,7 +90,7 @@ def test_a_panic_is_an_exception_that_says_what_to_do(caplog: pytest.LogCaptureF
             problems.append(error)
 
     panic()
-    # On another thread the work runs on that thread itself.
+    # A call from another thread does its work on that thread.
     thread = threading.Thread(target=panic)
     thread.start()
     thread.join()
@@ -163,7 +163,7 @@ def test_a_folder_without_permission(tmp_path: Path) -> None:
     import os
 
     if os.getuid() == 0:
-        # Nobody refuses root; a file in place of a folder does.
+        # Root always has permission, so a file in place of the folder causes the error.
         (tmp_path / "s").write_bytes(b"")
         with pytest.raises(s4weights.S4Error) as raised:
             CheckpointStore(tmp_path / "s").save_checkpoint({}, 0)

@@ -15,7 +15,7 @@ from s4weights import _core
 
 
 def write_tree(path: Path, tree: Any, **tensors: torch.Tensor) -> None:
-    """A file with a tree that was made by hand."""
+    """Writes a file with a tree that was made by hand."""
     writer = _core.Writer(str(path), None, None, "fast", None, {})
     sources = [
         (name, str(t.dtype)[6:], tuple(t.shape), t.data_ptr(), t.untyped_storage().nbytes())
@@ -108,7 +108,7 @@ def test_fake_tensors(path: Path) -> None:
             moved = s4weights.load(path, {"cpu": "cuda:1"}, weights_only=False)
             named = s4weights.load(path, "cuda:0", weights_only=False)
         assert type(loaded["a"]) is FakeTensor and loaded["a"].shape == (3, 2)
-        # They say where they would be.
+        # Fake tensors report the device that they would be on.
         for name in obj:
             assert loaded[name].device == torch.device("cpu")
             assert moved[name].device == torch.device("cuda:1")

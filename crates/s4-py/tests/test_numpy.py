@@ -174,7 +174,7 @@ def test_what_only_pytorch_can_keep_is_said(tmp_path: Path) -> None:
         s4weights.numpy.load(path)
 
 
-#: What is wrong with these only PyTorch knows: devices, dtypes and gradients.
+#: Only PyTorch can tell what is wrong with these: devices, dtypes and gradients.
 FINE = (
     {"root": {"torch.dtype": "Tensor"}},
     {"root": {"torch.device": "nonsense"}},

@@ -1,4 +1,4 @@
-"""Preset ``nvcomp``: with a GPU and nvCOMP a round trip, and everywhere errors that say what is missing."""
+"""Preset ``nvcomp``: a round trip with a GPU and nvCOMP, else errors that say what is missing."""
 
 from __future__ import annotations
 

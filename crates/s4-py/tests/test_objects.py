@@ -1,4 +1,4 @@
-"""Objects come back as `torch.save` and `torch.load` bring them back."""
+"""Objects come back as they do from `torch.save` and `torch.load`."""
 
 from __future__ import annotations
 

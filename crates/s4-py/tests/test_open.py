@@ -150,7 +150,7 @@ def test_what_is_not_there_and_what_was_closed(path, tmp_path):
 
 def test_a_part_decodes_its_chunks_only(path):
     data = bytearray(path.read_bytes())
-    # The last tensor chunks of the file are damaged: parts of other chunks can still be read.
+    # The first chunk of the file is damaged: parts in other chunks can still be read.
     whole = s4weights.load(path)["model"]["w"]
     at = 16 + 100
     data[at] ^= 0xFF
@@ -213,7 +213,7 @@ def test_two_tensors_of_one_key_path(tmp_path):
         assert list(f) == ["a.b", "a.b~2"]
         assert torch.equal(f["a.b"], torch.ones(2)) and torch.equal(f["a.b~2"], torch.zeros(2))
     assert list(s4weights.numpy.open(tmp_path / "x.s4w")) == ["a.b", "a.b~2"]
-    # Which is which nobody can say once keys are in another order.
+    # If the keys were in another order, nothing would tell which is which.
     with pytest.raises(s4weights.MismatchError, match=r"`a.b` is the key path of two tensors"):
         s4weights.load_into(both, tmp_path / "x.s4w")
 
@@ -228,7 +228,7 @@ def test_what_load_into_passes_over(tmp_path):
 
     module = Extra(2, 3)
     s4weights.save(module.state_dict(), tmp_path / "m.s4w")
-    # Strict as it is: extra state is the module's to load.
+    # No error although it is strict: loading extra state is left to the module.
     assert s4weights.load_into(module, tmp_path / "m.s4w") == ([], ["_extra_state.t"])
     nested = torch.nn.Sequential(module)
     missing, unexpected = s4weights.load_into(nested, tmp_path / "m.s4w", strict=False)

@@ -49,7 +49,7 @@ def in_fork(work: Callable[[], None]) -> None:
 def round_trip(path: Path, obj: Any) -> None:
     s4weights.save(obj, path)
     loaded = s4weights.load(path)
-    # Not by torch.equal: PyTorch's own threads hang in a forked child.
+    # Without torch.equal, since PyTorch's own threads hang in a forked child.
     assert all(
         storage_bytes(obj[k].untyped_storage()) == storage_bytes(loaded[k].untyped_storage())
         for k in obj
@@ -130,7 +130,7 @@ def test_other_threads_go_on(path: Path) -> None:
 
 
 def interrupted(work: Callable[[], object], seconds: float) -> float:
-    """Interrupts work that takes about so long; returns how long it took to stop."""
+    """Interrupts work that takes about `seconds`; returns how long it took to stop."""
     for fraction in (0.4, 0.2, 0.1, 0.05):
         start = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, fraction * seconds)
@@ -160,7 +160,7 @@ def test_ctrl_c_stops_a_save_and_a_load(threads: int, tmp_path: Path) -> None:
     try:
 
         def save() -> None:
-            # An attempt that was over before the interrupt has left a file, rightly.
+            # An attempt that ended before the interrupt has rightly left a file.
             path.unlink(missing_ok=True)
             s4weights.save(obj, path, threads=threads)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @pytest.fixture
 def reports() -> Iterator[list[Report]]:
-    """What was told while a test ran."""
+    """The reports that are made while a test runs."""
     told: list[Report] = []
     remove = s4weights.add_reporter(told.append)
     yield told
@@ -37,7 +37,7 @@ RAW = 200 * 100 * 4 + 50 * 100 * 2
 
 
 def check(report: Report, stages: list[str]) -> None:
-    """What holds for every report of something that went well."""
+    """Checks what holds for every report of a success."""
     assert report.error is None and list(report.stages) == stages, report
     assert all(seconds >= 0 for seconds in report.stages.values())
     assert 0 < sum(report.stages.values()) <= report.seconds

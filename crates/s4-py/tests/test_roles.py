@@ -1,4 +1,4 @@
-"""What tensors are to an optimizer, in the trees that frameworks save, and what that saves."""
+"""Roles of tensors in the trees that frameworks save, and the space that knowing them saves."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def megatron(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def megatron_distributed(dtype: torch.dtype) -> dict[str, Any]:
-    """Per parameter flattened, as in `param_state` of its distributed optimizer."""
+    """Each parameter flattened, as in `param_state` of Megatron's distributed optimizer."""
     masters = model()
     states = adam(masters)["state"]
     for state, w in zip(states.values(), masters.values(), strict=True):
@@ -74,7 +74,7 @@ def apex(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def deepspeed(dtype: torch.dtype) -> dict[str, Any]:
-    """One flat parameter, as a module with flattened parameters has it."""
+    """One flat parameter, as in a module with flattened parameters."""
     flat = torch.cat([w.flatten() for w in model().values()])
     base = adam({"flat": flat})
     optimizer = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [flat]}
@@ -106,7 +106,7 @@ def test_masters_are_told_and_a_model_is_stored_as_their_copy(
     assert len(by_parameter) == (1 if tree is deepspeed else 3)
     assert all(sorted(found) == kinds for found in by_parameter.values()), by_parameter
     assert_identical(s4weights.load(path), state)
-    # The model takes nearly nothing: without its masters it takes most of the room.
+    # The model takes almost no space; without its masters it would take most of it.
     with_model = path.stat().st_size
     part = {k: v for k, v in state.items() if k not in ("model", "module", "state_dict")}
     s4weights.save(part, path)

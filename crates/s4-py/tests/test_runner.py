@@ -1,4 +1,4 @@
-"""Handing checkpoints to a runner: the client, against a real one where `S4W` names the program."""
+"""Handing checkpoints to a runner: the client, with a real runner if `S4W_PROGRAM` names one."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_what_torch_writes_is_taken_from_a_watched_folder(runner: Runner, tmp_pa
         assert same(store.load_checkpoint(5), state(5)) and same(store.load_checkpoint(7), state(7))
 
 
-# Against a server that answers as a test wants.
+# Against a server whose answers the test chooses.
 
 
 @contextlib.contextmanager

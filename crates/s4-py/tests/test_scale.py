@@ -84,7 +84,7 @@ print(saving >> 20, (loading >> 20) - 384)
 def test_storages_of_other_devices_are_staged_in_parts(
     monkeypatch: pytest.MonkeyPatch, path: Path
 ) -> None:
-    """With no GPU at hand: whatever is not on the CPU is copied, a bounded part at a time."""
+    """Without a GPU: any storage that is not on the CPU is copied, a bounded part at a time."""
     from s4weights import _storages
 
     live = {"now": 0, "most": 0}

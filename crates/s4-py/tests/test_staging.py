@@ -1,4 +1,4 @@
-"""Saves in the background: what is stored are the values at the call, with every way of staging."""
+"""Background saves store the values at the call, with every way of staging."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def spoil(values: dict[str, Any]) -> None:
 
 
 class Gate:
-    """A progress function that holds a save up when all bytes are done but nothing is listed."""
+    """A progress function that holds up a save when all bytes are done but nothing is listed."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -57,7 +57,7 @@ class Gate:
 
 
 def training() -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
-    """A model, its optimizer, and what computes gradients."""
+    """A model, its optimizer, and a function that computes gradients."""
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.Linear(300, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -129,7 +129,7 @@ def test_lazy_returns_before_values_are_read_and_the_guard_waits(tmp_path: Path)
         assert not torch.equal(model[0].weight, expected["model"]["0.weight"])
         pending.wait(60)
         assert_identical(expected, store.load_checkpoint())
-        # It waits for this save alone.
+        # The guard is only for that save: this step does not wait.
         optimizer.step()
 
 
@@ -233,7 +233,7 @@ def test_what_takes_no_hooks_is_refused(tmp_path: Path) -> None:
 
 
 class SimpleOptimizer:
-    """An optimizer of nobody's."""
+    """An optimizer that is not PyTorch's."""
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -438,7 +438,7 @@ with s4weights.CheckpointStore(sys.argv[1]) as store:
 
 
 class FakeCopies:
-    """Copies on a device that there is not."""
+    """Copies on a device that does not exist."""
 
     def __init__(self, tensors: Any) -> None:
         self.list = [(1 << 40, (where[0], 99)) for _, _, where in tensors]
@@ -458,7 +458,7 @@ class FakeCopies:
 
 
 class FakeEngine:
-    """An engine for a device of 80 GiB that there is not."""
+    """An engine for a device of 80 GiB that does not exist."""
 
     def __init__(self, free: int, pinned: int = 0) -> None:
         self.free = free
@@ -488,7 +488,7 @@ class FakeEngine:
 
 
 class FakeHostCopies:
-    """Copies in page-locked memory that there is not."""
+    """Copies in page-locked memory that does not exist."""
 
     def __init__(self, tensors: Any) -> None:
         self.tensors = tensors
@@ -505,7 +505,7 @@ class FakeHostCopies:
 
 
 class FakeStorage:
-    """A storage on a device that there is not."""
+    """A storage on a device that does not exist."""
 
     device = torch.device("cuda", 0)
 
@@ -540,7 +540,7 @@ def stage_fake(storages: Any, free: int, stage: str, pinned: int = 0, **budget: 
 
 
 def test_there_is_room_if_enough_stays_free(storages: Any) -> None:
-    # 4 GiB; a tenth of the device, and 1 GiB that PyTorch once had, stay free.
+    # The copy takes 4 GiB; a tenth of the device, and 1 GiB that PyTorch once had, stay free.
     room = (4 + 8 + 1) << 30
     for stage in ("auto", "device"):
         values, engine = stage_fake(storages, room, stage)
@@ -595,7 +595,7 @@ def test_host_copies_if_page_locked_memory_has_room(storages: Any) -> None:
         assert values.engine is None and not values.reads_host
         assert values.sources[0][3:] == (1 << 50, 4 << 30, (-1, 0))
         assert values.sources[1][3] != storages.all()[1].data_ptr()
-        # They are read until the save ends, when nothing reads the caller's tensors any more.
+        # The copies are read until the save ends; the caller's tensors are not read any more.
         values.settle()
         assert values._held is None
         values.release()
@@ -604,7 +604,7 @@ def test_host_copies_if_page_locked_memory_has_room(storages: Any) -> None:
         assert values._host_copies.is_free
     values, _ = stage_fake(storages, 0, "host", pinned=(4 << 30) - 1)
     assert values.waits and values._host_copies is None
-    # What staging may take of host memory counts them, too.
+    # The limit of host memory for staging includes these copies.
     values, _ = stage_fake(storages, 0, "host", pinned=4 << 30, host=(4 << 30) - 1)
     assert values.waits and values._host_copies is None
     values, _ = stage_fake(storages, 0, "host", pinned=4 << 30, host=(4 << 30) + 50)

@@ -21,7 +21,7 @@ from s4weights import CheckpointStore, Retention
 
 
 def s3_servers() -> dict[str, str]:
-    """Servers of the S3 protocol that the environment names."""
+    """S3 servers that the environment names."""
     return dict(pair.split("=", 1) for pair in os.getenv("S4_TEST_S3", "").split(",") if pair)
 
 

@@ -1,4 +1,4 @@
-"""Saves in the background, cancelled ones, processes that end or fork while they run."""
+"""Background saves, cancelled saves, and processes that end or fork during saves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_an_error_is_raised_at_the_next_call(tmp_path: Path) -> None:
     store.save_checkpoint({}, 1, bad, blocking=False)
     with pytest.raises(ValueError, match="loss"):
         store.save_checkpoint({}, 2)
-    # It was told of: the next call works.
+    # The error was raised once, so the next call works.
     store.save_checkpoint({}, 3)
     store.save_checkpoint({}, 4, bad, blocking=False)
     with pytest.raises(ValueError, match="loss"):
@@ -193,7 +193,7 @@ def test_killed_in_the_middle_costs_no_listed_step(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path / "s"), "blocking", "0", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"saving\n"
-        # Progress counts what is encoded, which runs ahead of what is written.
+        # Progress counts encoded bytes, which run ahead of the written ones.
         written = (tmp_path / "s" / "ck").glob
         while len(list(written("*/d-*"))) < 2:
             assert process.poll() is None

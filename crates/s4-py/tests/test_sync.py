@@ -35,7 +35,7 @@ class Model(torch.nn.Module):
         self.register_buffer("scratch", torch.zeros(9), persistent=False)
 
     def train_step(self, step: int) -> None:
-        """Some of the values change by the last bit."""
+        """Changes some weights by the last bit, and all values of the norm."""
         generator = torch.Generator().manual_seed(step)
         with torch.no_grad():
             for values in (self.embed, self.inner.weight):
@@ -61,7 +61,7 @@ def update(subscriber: Subscriber, **how: Any) -> Update:
 
 @pytest.fixture(params=["folder", "tcp", "unix"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Publisher, str]]:
-    """A publisher, and where its subscribers look."""
+    """A publisher, and the source that its subscribers use."""
     address = {"folder": None, "tcp": "tcp://127.0.0.1:0", "unix": f"unix://{tmp_path}/sync.sock"}
     listen = address[request.param]
     place = str(tmp_path / "weights") if listen is None else "memory:"
@@ -85,7 +85,7 @@ def test_every_step_is_applied_in_place(pair: tuple[Publisher, str]) -> None:
             assert sampler.embed._version > version
             assert (done.step, done.id, done.raw_bytes) == (step, entry.id, entry.raw_bytes)
             assert done.bytes == entry.bytes and subscriber.step == step
-            # A new base comes with the fifth.
+            # The fifth step is a new base.
             is_base = step % 4 == 0
             assert (entry.kind == "base") == is_base
             assert (done.deltas, done.why_base is None) == ((0, False) if is_base else (1, True))
@@ -112,17 +112,17 @@ def test_a_subscriber_that_missed_steps_goes_on_through_the_chain(
         done = update(subscriber)
         assert (done.step, done.deltas, done.why_base, done.bytes) == (3, 3, None, sum(sizes))
         assert same(trainer, sampler)
-        # Who comes later starts from the base of the chain.
+        # A subscriber that comes later starts from the base of the chain.
         done = update(other)
         assert done.deltas == 0 and done.why_base == "nothing was held"
         assert same(trainer, late)
-        # And so does one that missed the end of its chain.
+        # So does one that missed the end of its chain.
         for step in (4, 5):
             trainer.train_step(step)
             publisher.publish_delta(trainer, step)
         done = update(other)
         assert done.why_base == "step 3 is not in the chain of step 5" and same(trainer, late)
-        # Back, and forth again.
+        # Back to an older step, and forth again.
         kept = Model()
         kept.load_state_dict(trainer.state_dict())
         assert update(subscriber, step=1).step == 1 and not same(trainer, sampler)
@@ -216,7 +216,7 @@ def test_it_publishes_in_the_background(tmp_path: Path) -> None:
             kept.load_state_dict(trainer.state_dict())
             pending = publisher.publish_delta(trainer, step, blocking=False)
             with torch.no_grad():
-                trainer.embed.add_(1)  # What is published are the values at the call.
+                trainer.embed.add_(1)  # The published values are those at the call.
             started = time.monotonic()
             assert update(subscriber, wait=30.0).step == step
             assert time.monotonic() - started < 25
@@ -363,7 +363,7 @@ def test_a_publisher_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
         update(subscriber)
     with pytest.raises(s4weights.StorageError, match="does not answer"):
         subscriber.apply_delta()
-    # One that takes its place goes on where it was.
+    # A publisher that takes its place goes on where the first one stopped.
     with Publisher(tmp_path / "w", listen=listen) as publisher:
         trainer["w"][7] += 1
         assert publisher.publish_delta(trainer, 2).kind == "delta"

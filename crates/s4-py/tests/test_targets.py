@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 class WriteOnly:
-    """A stream that has nothing but what saving needs, and takes little at a time."""
+    """A stream with only the methods that saving needs, which takes little at a time."""
 
     def __init__(self, most: int | None = None) -> None:
         self.data = b""
@@ -57,7 +57,7 @@ def saved(obj: Any = OBJ) -> bytes:
 
 
 def test_options_mean_the_same_everywhere(tmp_path: Path) -> None:
-    """As for a store: what a path has no use for may be there, a slip may not."""
+    """As for a store: options that a path does not use are accepted, misspelt ones are not."""
     path, url = str(tmp_path / "a.s4w"), f"memory://options/{tmp_path.name}.s4w"
     known, slip = {"region": "eu-west-1", "verify": "x"}, {"endpont_url": "hush"}
     uses: tuple[Callable[[Any], Any], ...] = (
@@ -105,7 +105,7 @@ def test_write_only_streams(most: int | None) -> None:
 
 
 class Filling(ReadOnly):
-    """A stream of somebody's own, which fills memory that it is given, a little at a time."""
+    """A custom stream that fills the memory it is given, a little at a time."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -130,7 +130,7 @@ def test_streams_that_fill_memory_are_not_asked_for_new_memory() -> None:
 
 
 def test_other_bytes_from_a_stream_that_cannot_seek() -> None:
-    # As `torch.load`.
+    # The same error as from `torch.load`.
     with pytest.raises(AttributeError, match=r"file that is seekable.*io\.BytesIO"):
         s4weights.load(ReadOnly(b"data"))  # type: ignore[arg-type]
 

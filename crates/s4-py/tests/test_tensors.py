@@ -225,6 +225,6 @@ def test_tensors_without_memory_of_their_own_have_no_tree() -> None:
 
 
 def test_tensors_of_nothing_may_have_sizes_of_any_number_of_elements(path: Path) -> None:
-    # The largest that PyTorch takes.
+    # The largest sizes that PyTorch accepts.
     obj = {"before": torch.empty(0, 1 << 40, 1 << 20), "after": torch.empty(1 << 40, 1 << 22, 0)}
     assert_identical(obj, through_s4(obj, path))

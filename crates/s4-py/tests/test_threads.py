@@ -16,7 +16,7 @@ from s4weights import CheckpointStore, PendingSave
 
 
 def state_of(step: int, size: int = 100_000) -> dict[str, Any]:
-    """A state that tells which step it is of, in every value."""
+    """A state in which every value tells the step."""
     return {"w": torch.full((size,), float(step)), "step": torch.tensor(step)}
 
 
@@ -25,7 +25,7 @@ def is_of(state: dict[str, Any], step: int) -> bool:
 
 
 def together(*works: Callable[[], object]) -> None:
-    """Runs all at once; raises what any of them raised."""
+    """Runs all of them at once; raises an error of any of them."""
     barrier = threading.Barrier(len(works))
 
     def run(work: Callable[[], object]) -> object:
@@ -84,7 +84,7 @@ def test_saving_loading_and_listing_at_once(tmp_path: Path) -> None:
 
 
 def test_closing_during_a_save(tmp_path: Path) -> None:
-    """Whoever closes waits for saves that have begun; what begins later is refused."""
+    """Closing waits for saves that have begun; saves that begin later are refused."""
     for round in range(8):
         folder = tmp_path / str(round)
         store = CheckpointStore(folder)
@@ -111,7 +111,7 @@ def test_a_pending_save_that_many_wait_for(tmp_path: Path) -> None:
         pending = store.save_checkpoint(state_of(1), 1, blocking=False)
         waits = [lambda: pending.wait(60)] * 4
         together(*waits, lambda: store.load_checkpoint(1), lambda: store.save_checkpoint({}, 2))
-        # An error is raised to each that asks for it, and by the store to one that does not.
+        # An error is raised to each caller that waits for the save, and by the store to one other.
         failing = store.save_checkpoint({}, 3, {"loss": float("nan")}, blocking=False)
         raised: list[str] = []
 
@@ -169,7 +169,7 @@ def test_a_progress_function_cannot_save_to_the_same_store(tmp_path: Path) -> No
         loading = nested(lambda: store.load_checkpoint())
         store.save_checkpoint(state_of(3), 3, progress=loading, blocking=False).wait(60)
         assert problems and all("progress function" in problem for problem in problems)
-        # What does not wait for the save works.
+        # Calls that do not wait for the save work.
         seen: list[object] = []
         listing = nested(lambda: seen.append(store.latest()))
         store.save_checkpoint(state_of(4), 4, progress=listing, blocking=False).wait(60)

@@ -61,7 +61,7 @@ NUMPY_SCALAR = "numpy._core.multiarray.scalar"
     ids=str,
 )
 def test_the_key_path_is_named(obj: Any, key_path: str | None, name: str, path: Path) -> None:
-    if key_path is None:  # plain, for once
+    if key_path is None:  # An object that is not refused.
         s4weights.save(obj, path)
         assert_identical(obj, s4weights.load(path))
         return
@@ -141,7 +141,7 @@ def test_numpy_state_with_the_globals_that_it_needs(path: Path) -> None:
 def test_environment_variables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s4weights.save(Trainer(), path)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    # In PyTorch's words, which programs filter.
+    # In PyTorch's words, since programs filter by them.
     words = r"Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected.*forcing weights_only=False"
     with pytest.warns(UserWarning, match=words):
         assert s4weights.load(path).step == 3

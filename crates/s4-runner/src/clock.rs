@@ -1,29 +1,29 @@
-//! The time. What is decided goes by the steady clock; the one that people read may be set at any moment, and is
-//! for people alone.
+//! The clocks. Decisions use steady clocks. The wall clock may be set at any moment, so it is only
+//! for display, and for ages across a reboot.
 
 use std::fs;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 
-/// Milliseconds since 1970, for people; before that 0.
+/// Milliseconds since 1970 by the wall clock, for display; 0 before 1970.
 pub(crate) fn now_ms() -> i64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
 }
 
-/// A time that outlives the process and that nobody can set: since when the machine runs.
+/// The machine's uptime: a clock that outlives the process and that nobody can set.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Uptime {
-    /// The start of the machine that is meant.
+    /// The boot that the uptime counts from: Linux's `boot_id`.
     pub boot: String,
-    /// Milliseconds since then.
+    /// Milliseconds since that boot.
     pub ms: u64,
 }
 
 impl Uptime {
-    /// Of now; `None` where the system does not tell.
+    /// The uptime now; `None` where the system does not report it.
     #[must_use]
     pub(crate) fn now() -> Option<Self> {
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
@@ -36,11 +36,11 @@ impl Uptime {
 /// One moment, by every clock.
 #[derive(Debug, Clone)]
 pub(crate) struct Moment {
-    /// By the clock of this process.
+    /// By the steady clock of this process.
     pub steady: Instant,
-    /// By the clock of the machine.
+    /// By the machine's uptime, where the system reports it.
     pub uptime: Option<Uptime>,
-    /// By the clock that may be set, in milliseconds since 1970.
+    /// By the wall clock, in milliseconds since 1970.
     pub wall_ms: i64,
 }
 
@@ -51,8 +51,9 @@ impl Moment {
         Self { steady: Instant::now(), uptime: Uptime::now(), wall_ms: now_ms() }
     }
 
-    /// When something was that another process noted: by the clock of the machine, and only if that was
-    /// started since by the one that may have been set.
+    /// When something happened that another process recorded, by the steady clock of this process.
+    /// Uses the uptime, or the wall clock (which may have been set) after a reboot. Never in the
+    /// future.
     #[must_use]
     pub(crate) fn of(&self, uptime: Option<&Uptime>, wall_ms: i64) -> Instant {
         let by_uptime = uptime.zip(self.uptime.as_ref()).and_then(|(then, now)| {

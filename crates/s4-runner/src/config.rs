@@ -1,4 +1,4 @@
-//! How the service is told what to do: a TOML file, whose values flags and environment may replace.
+//! The service's configuration: a TOML file, whose values flags and environment variables override.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -12,17 +12,18 @@ use crate::error::{Error, Result};
 /// The largest configuration file, in bytes.
 const MAX_FILE: u64 = 1 << 20;
 
-/// The configuration. Every member has a default but `store`.
+/// The configuration. Every member but `store` has a default.
 #[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// Folder or URL of the store that checkpoints become durable in.
     pub store: String,
-    /// Settings of its object store, such as `region`. They may be secrets: they are never shown.
+    /// Settings of that store's object store, such as `region`. They may be secrets, so they are never shown.
     pub storage_options: StorageOptions,
-    /// Where the journal is. It must outlive the machine's restarts.
+    /// Folder of the journal. It must survive restarts of the machine.
     pub state_dir: PathBuf,
-    /// Where checkpoints lie until they are durable, best on a local NVMe drive; none: in `state_dir`.
+    /// Where checkpoints wait until they are durable, best a local NVMe drive; `None`: a folder in
+    /// `state_dir`.
     pub staging_dir: Option<PathBuf>,
     /// The socket that checkpoints are submitted through.
     pub socket: PathBuf,
@@ -30,33 +31,33 @@ pub struct Config {
     pub http: String,
     /// `fast`, `balanced` or `small`.
     pub preset: String,
-    /// Threads that encode; none: as many as the machine has cores.
+    /// Encoding threads; `None`: as many as the machine has cores.
     pub threads: Option<usize>,
-    /// Bytes of staged and compressed checkpoints that are not durable yet; 0: no limit.
+    /// Limit on the bytes of staged and compressed checkpoints that are not durable yet; 0: no limit.
     pub quota_bytes: u64,
-    /// Bytes of the staging drive that stay free.
+    /// Bytes of the staging drive to keep free.
     pub min_free_bytes: u64,
-    /// Durable checkpoints that stay on the local drive, to restore from.
+    /// How many durable checkpoints stay on the local drive, to restore from.
     pub keep_local: usize,
-    /// Checkpoints that the store keeps, the newest; none: all.
+    /// How many checkpoints the store keeps, the newest ones; `None`: all.
     pub keep_last: Option<usize>,
-    /// Bytes a second that uploads may use.
+    /// Limit on uploads, in bytes per second.
     pub bandwidth: Option<u64>,
-    /// Users that may use the socket, besides root and the one that the service runs as.
+    /// User ids that may use the socket, besides root and the user that the service runs as.
     pub allow_uids: Vec<u32>,
-    /// Groups whose members may, if it is their primary group.
+    /// Group ids whose members may use the socket, if it is their primary group.
     pub allow_gids: Vec<u32>,
-    /// Seconds that a shutdown takes at most.
+    /// The longest that a shutdown may take, in seconds.
     pub drain_seconds: u64,
-    /// Whether the instance's metadata is asked for interruptions.
+    /// Whether to poll the instance metadata for interruptions.
     pub spot: bool,
-    /// Address of the instance metadata.
+    /// Address of the instance metadata service.
     pub imds: String,
     /// Do not start without a CUDA device.
     pub require_gpu: bool,
-    /// A folder whose checkpoints are taken.
+    /// A folder whose checkpoints the service takes.
     pub watch: Option<Watch>,
-    /// Whether this machine may run the service.
+    /// How to check whether this machine may run the service.
     pub entitlement: entitlement::Settings,
 }
 
@@ -69,11 +70,12 @@ pub struct Watch {
     /// Whether a checkpoint is removed once it is durable.
     #[serde(default)]
     pub remove: bool,
-    /// Seconds for which a checkpoint must not have changed.
+    /// Seconds that a checkpoint must be unchanged before it is taken.
     #[serde(default = "settle")]
     pub settle_seconds: u64,
-    /// The program that turns `.pt` files and folders of `torch.distributed.checkpoint` into `.s4w`: the `s4w`
-    /// of the Python wheel, which unpickles nothing but tensors and plain values. None: these are refused.
+    /// The program that turns `.pt` files and folders of `torch.distributed.checkpoint` into
+    /// `.s4w`: the `s4w` of the Python wheel, which unpickles nothing but tensors and plain values.
+    /// `None`: such files and folders are refused.
     #[serde(default)]
     pub pt_converter: Option<PathBuf>,
 }
@@ -114,7 +116,7 @@ impl Config {
     /// Reads a file.
     ///
     /// # Errors
-    /// [`Error::Config`] if it cannot be read, or is none.
+    /// [`Error::Config`] if it cannot be read or parsed.
     pub fn read(path: &Path) -> Result<Self> {
         let bad = |why: String| Error::Config(format!("{}: {why}", path.display()));
         let len = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?.len();
@@ -129,7 +131,7 @@ impl Config {
         })
     }
 
-    /// Checks what can be checked without asking anybody.
+    /// Checks what can be checked without contacting a service.
     ///
     /// # Errors
     /// [`Error::Config`], naming the member.
@@ -159,24 +161,24 @@ impl Config {
     /// The preset.
     ///
     /// # Errors
-    /// [`Error::Config`] if there is none of this name.
+    /// [`Error::Config`] if no preset has this name.
     pub fn preset(&self) -> Result<Preset> {
         self.preset.parse().map_err(|e| Error::Config(format!("`preset`: {e}")))
     }
 
-    /// How long a shutdown takes at most.
+    /// The longest that a shutdown may take.
     #[must_use]
     pub fn drain(&self) -> Duration {
         Duration::from_secs(self.drain_seconds)
     }
 
-    /// Where checkpoints lie until they are durable.
+    /// Where checkpoints wait until they are durable.
     #[must_use]
     pub fn staging(&self) -> PathBuf {
         self.staging_dir.clone().unwrap_or_else(|| self.state_dir.join("staging"))
     }
 
-    /// The store's name, to be shown.
+    /// The store's folder or URL, without secrets.
     #[must_use]
     pub fn store_name(&self) -> String {
         redact_url(&self.store).into_owned()

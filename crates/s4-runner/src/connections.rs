@@ -1,5 +1,5 @@
-//! Connections: bounded in number, in size and in time, whoever is at the other end. One too many takes the place of the
-//! oldest, so that nobody keeps others out by holding on to them.
+//! Connections, bounded in number, size and time for every client. One beyond the limit replaces
+//! the oldest, so that nobody can lock others out by holding connections open.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -14,20 +14,20 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-/// Connections at once, of each listener.
+/// The most connections open at once, per listener.
 const MOST: usize = 128;
-/// Bytes of a request's head.
+/// The most bytes of a request's head.
 const MAX_HEAD: usize = 32 << 10;
-/// Bytes of a request's body.
+/// The most bytes of a request's body.
 pub(crate) const MAX_BODY: usize = 32 << 10;
 /// How long the head of a request may take, and how long a connection may be idle.
 const HEAD: Duration = Duration::from_secs(15);
 /// The longest time that a request may wait for something.
 pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(60);
-/// The longest time of a connection, whatever it does: clients make a new one.
+/// The longest life of a connection, busy or not; clients open a new one.
 const LONGEST: Duration = Duration::from_secs(300);
 
-/// Limits of what a listener may do.
+/// The open connections of a listener.
 #[derive(Clone, Default)]
 pub(crate) struct Connections {
     /// The oldest first.

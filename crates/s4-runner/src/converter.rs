@@ -1,4 +1,4 @@
-//! Runs the program that turns what PyTorch wrote into a `.s4w` file: the `s4w` of the Python wheel.
+//! Runs the program that turns PyTorch's files into a `.s4w` file: the `s4w` of the Python wheel.
 
 use std::io::{self, Read};
 use std::path::Path;
@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use crate::watch::Unconverted;
 
-/// How long it may take.
+/// How long a conversion may take.
 const LONGEST: Duration = Duration::from_secs(3600);
-/// Characters of what it says that are passed on: the last ones.
+/// How many characters of the program's error output are passed on: the last ones.
 const SAID: usize = 500;
-/// Its exit code if something could not be read or written: a full drive, say.
+/// The program's exit code if something could not be read or written, such as on a full drive.
 const IO: i32 = 3;
 
-/// Converts a file or folder. `ends` says that the service does.
+/// Converts a file or folder. `ends` tells whether the service is ending.
 ///
 /// # Errors
-/// [`Unconverted`], with what the program said.
+/// [`Unconverted`], with the end of the program's error output.
 pub(crate) fn run(
     program: &Path,
     from: &Path,
@@ -35,7 +35,7 @@ pub(crate) fn run(
     let why = |status: ExitStatus| format!("{} ended with {status}: {said}", program.display());
     match status {
         Some(status) if status.success() => Ok(()),
-        // Killed, by whoever needed its memory.
+        // Killed (perhaps for its memory), or a failed read or write.
         Some(status) if status.code().is_none_or(|code| code == IO) => {
             Err(Unconverted::Later(why(status)))
         }
@@ -45,7 +45,7 @@ pub(crate) fn run(
     }
 }
 
-/// Reads what the program says to its end: it must not wait for that.
+/// Reads the program's error output to its end, so that the program never blocks on it.
 fn listen(child: &mut Child) -> Option<JoinHandle<String>> {
     let mut pipe = child.stderr.take()?;
     Some(std::thread::spawn(move || {
@@ -62,7 +62,7 @@ fn listen(child: &mut Child) -> Option<JoinHandle<String>> {
     }))
 }
 
-/// Waits for its end; `None`: it had to be ended.
+/// Waits for the program to end; `None`: it was killed, for time or because the service ends.
 fn wait(child: &mut Child, ends: &dyn Fn() -> bool) -> io::Result<Option<ExitStatus>> {
     let end = Instant::now() + LONGEST;
     loop {

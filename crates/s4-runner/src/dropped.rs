@@ -1,4 +1,4 @@
-//! What lies in the watched folder: files, and folders that `torch.distributed.checkpoint` writes.
+//! What is in the watched folder: files, and folders that `torch.distributed.checkpoint` writes.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -13,23 +13,23 @@ use crate::record::Origin;
 
 /// The file that makes a folder a checkpoint: PyTorch writes it last, under another name, and renames it.
 const METADATA: &str = ".metadata";
-/// Its name until then.
+/// The name of that file until it is complete.
 const UNFINISHED: &str = ".metadata.tmp";
-/// What the names of folders that are being removed begin with.
+/// Prefix of the names of folders that are being removed.
 const REMOVED: &str = ".s4w-removed-";
-/// Files of a folder, at most.
+/// A folder with this many entries is not taken.
 const MOST: usize = 100_000;
 
-/// What there is to take.
+/// A file or folder that can be taken.
 #[derive(Debug, Clone)]
 pub(crate) struct Dropped {
-    /// How it is now.
+    /// Where it is, and its size and times now.
     pub origin: Origin,
-    /// What it is.
+    /// What kind of checkpoint it is.
     pub kind: Kind,
 }
 
-/// What lies there.
+/// The kinds of checkpoints in the watched folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// A file of `torch.save`.
@@ -38,14 +38,14 @@ pub(crate) enum Kind {
     Safetensors,
     /// A folder of `torch.distributed.checkpoint`.
     Distributed {
-        /// A file that is newer than the metadata, which are written last: it is being written again.
+        /// A data file newer than the metadata, which is written last: the folder is being rewritten.
         newer: Option<String>,
-        /// Something that is no part of the checkpoint: then the folder is not removed.
+        /// An entry that is not part of the checkpoint: then the folder is not removed.
         foreign: Option<String>,
     },
 }
 
-/// What lies at a path, if it can be a checkpoint: no link is followed, and nothing is hidden.
+/// What is at a path, if it can be a checkpoint. Links are not followed, and hidden names are ignored.
 pub(crate) fn look(path: &Path) -> Option<Dropped> {
     let name = path.file_name()?.to_string_lossy();
     if name.starts_with('.') {
@@ -105,10 +105,10 @@ fn look_into(path: &Path, about: &Metadata) -> io::Result<Option<Dropped>> {
     Ok(Some(Dropped { origin, kind: Kind::Distributed { newer, foreign } }))
 }
 
-/// Removes what was taken, if it is still that: what was written there since is another checkpoint.
+/// Removes a file or folder that was taken, unless it has changed since: then it is another checkpoint.
 ///
 /// # Errors
-/// The system's; or something else is in the folder.
+/// Any I/O error; or the folder holds other files.
 pub(crate) fn remove(taken: &Origin) -> io::Result<()> {
     let path = &taken.path;
     let Some(Dropped { origin, kind }) = look(path) else { return Ok(()) };
@@ -124,7 +124,7 @@ pub(crate) fn remove(taken: &Origin) -> io::Result<()> {
     }
 }
 
-/// First it gets a hidden name, so that what is half removed never looks like a checkpoint.
+/// Gives the folder a hidden name first, so that a half-removed one never looks like a checkpoint.
 fn remove_folder(taken: &Origin) -> io::Result<()> {
     let name = taken.path.file_name().unwrap_or_default().to_string_lossy();
     let hidden = taken.path.with_file_name(format!("{REMOVED}{name}"));
@@ -138,7 +138,8 @@ fn remove_folder(taken: &Origin) -> io::Result<()> {
     clear(&hidden)
 }
 
-/// Removes a hidden folder: first what makes it a checkpoint. Whatever else is in it stays.
+/// Removes a hidden folder, beginning with the metadata that makes it a checkpoint. Fails if other
+/// files are in it, which stay.
 fn clear(hidden: &Path) -> io::Result<()> {
     match fs::remove_file(hidden.join(METADATA)) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
@@ -153,14 +154,14 @@ fn clear(hidden: &Path) -> io::Result<()> {
     fs::remove_dir(hidden)
 }
 
-/// Goes on where a process was killed that removed folders.
+/// Finishes the removals that a killed process left unfinished.
 pub(crate) fn finish_removals(folder: &Path) -> io::Result<()> {
     for entry in fs::read_dir(folder)? {
         let hidden = entry?.path();
         let name = hidden.file_name().unwrap_or_default().to_string_lossy();
         let Some(name) = name.strip_prefix(REMOVED) else { continue };
         let done = match hidden.join(METADATA).exists() {
-            // It was not begun: it is looked at anew.
+            // Nothing was removed yet: restore the name, to look at the folder again.
             true => fs::rename(&hidden, folder.join(name)),
             false => clear(&hidden),
         };
@@ -270,7 +271,7 @@ mod tests {
         let (dir, path) = folder();
         let hidden = dir.path().join(format!("{REMOVED}step_5"));
         let taken = look(&path).unwrap().origin;
-        // Killed right after the new name.
+        // Killed right after the rename.
         fs::rename(&path, &hidden).unwrap();
         assert!(look(&hidden).is_none(), "it is hidden");
         finish_removals(dir.path()).unwrap();

@@ -7,7 +7,7 @@ use std::path::Path;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The configuration makes no sense: change it.
+    /// The configuration is invalid: change it.
     #[error("configuration: {0}")]
     Config(String),
     /// The entitlement was refused. It is final: asking again would not help.
@@ -18,36 +18,37 @@ pub enum Error {
         /// What was found.
         why: String,
     },
-    /// Nobody could say whether the service is entitled. It may be tried again later.
+    /// It could not be determined whether the service is entitled. A later try may succeed.
     #[error("entitlement_unreachable: {0}")]
     Unreachable(String),
-    /// Another process uses the state folder.
+    /// Another process uses the state folder, the staging folder or the socket.
     #[error("{0}: another runner uses it")]
     Locked(String),
     /// No CUDA device, although one is required.
     #[error("a GPU is required: {0}")]
     NoGpu(String),
-    /// The system refused.
+    /// A system call failed.
     #[error("{path}: cannot {action}: {source}")]
     Io {
         /// What was tried.
         action: &'static str,
         /// File, folder or address.
         path: String,
-        /// Its reason.
+        /// The underlying error.
         source: io::Error,
     },
-    /// A thread of the service has ended, which none ever does.
+    /// The service could not set itself up: no async runtime, thread or HTTP client.
     #[error("{0}")]
     Internal(String),
 }
 
-/// The outcome of what the service does.
+/// The result type of the service.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// The exit code, as `sysexits.h` names them: 78 for the configuration, 77 for a refusal, 75 for what
-    /// may be tried again, 69 for a missing GPU, 71 for the system, 70 for the rest.
+    /// The exit code, after `sysexits.h`: 78 for a bad configuration, 77 for a refusal, 75 for what
+    /// may work later, 69 for a missing GPU, 71 for an error of the operating system, 70 for the
+    /// rest.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {

@@ -1,4 +1,4 @@
-//! Signs of life, and what is known of the world.
+//! Signs of life of the threads, and what is known of the store and of interruptions.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -8,13 +8,13 @@ use serde::Serialize;
 
 use crate::clock::now_ms;
 
-/// How long a thread may do without a sign of life. Each gives one after every few MiB.
+/// How long a thread may go without a sign of life. Each gives one every few MiB.
 const STALL: Duration = Duration::from_secs(60);
 
-/// After this time without an answer the store is asked.
+/// The store is asked if it has not answered for this long.
 const ASK: Duration = Duration::from_secs(60);
 
-/// Threads that must go on.
+/// Threads that must keep making progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Thread {
     /// Compresses and verifies.
@@ -26,22 +26,22 @@ pub(crate) enum Thread {
 /// What is known of the store.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct StoreHealth {
-    /// Whether its last answer was one; none: it was not asked yet.
+    /// Whether the last request succeeded; `None`: there was none yet.
     pub reachable: Option<bool>,
     /// When it last answered, in milliseconds since 1970.
     pub answered_ms: Option<i64>,
-    /// What was wrong last.
+    /// Why the last request failed.
     pub error: Option<String>,
 }
 
 /// A notice that the machine, or the job, is about to end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Interruption {
-    /// Who said so: `spot`, `rebalance`, `usr1` or `term`.
+    /// Where it came from: `spot`, `rebalance`, `usr1` or `term`.
     pub source: &'static str,
-    /// When it was heard, in milliseconds since 1970.
+    /// When it was noticed, in milliseconds since 1970.
     pub noticed_ms: i64,
-    /// What was said, such as `terminate at 2026-01-01T00:00:00Z`.
+    /// What the notice said, such as `terminate at 2026-01-01T00:00:00Z`.
     pub detail: String,
 }
 
@@ -99,7 +99,7 @@ impl Health {
         [Thread::Compress, Thread::Upload].into_iter().filter(silent).collect()
     }
 
-    /// For how long the service runs.
+    /// How long the service has been running.
     #[must_use]
     pub(crate) fn uptime(&self) -> Duration {
         self.started.elapsed()
@@ -110,7 +110,7 @@ impl Health {
         self.entitled.store(true, Ordering::Relaxed);
     }
 
-    /// Whether it may.
+    /// Whether the service may run.
     #[must_use]
     pub(crate) fn is_entitled(&self) -> bool {
         self.entitled.load(Ordering::Relaxed)
@@ -127,7 +127,7 @@ impl Health {
     /// The store refused, or did not answer.
     pub(crate) fn store_failed(&self, why: &str) {
         let mut inner = self.lock();
-        // It is asked again soon.
+        // Ask it again soon.
         inner.asked = None;
         inner.store.reachable = Some(false);
         inner.store.error = Some(why.to_owned());
@@ -156,7 +156,7 @@ impl Health {
         self.lock().store.clone()
     }
 
-    /// Notes an interruption. The first one stays, unless it was a mere hint.
+    /// Records an interruption. The first one is kept, unless it was a mere hint.
     pub(crate) fn interrupted(&self, source: &'static str, detail: &str) {
         let detail = detail.to_owned();
         let new = Interruption { source, noticed_ms: now_ms(), detail };

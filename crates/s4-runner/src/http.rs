@@ -1,4 +1,4 @@
-//! What anybody may look at, over TCP. Nothing here changes anything.
+//! The page on TCP, which anybody may read. Nothing here changes anything.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::status::Status;
 
 const PAGE: &str = include_str!("page.html");
 
-/// Nothing is loaded from anywhere else, and no other page may show this one.
+/// Nothing may be loaded from elsewhere, and no other page may frame this one.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
                       connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 
@@ -32,7 +32,7 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
         .with_state(service)
 }
 
-/// Serves connections for ever.
+/// Serves connections forever.
 pub(crate) async fn serve(listener: TcpListener, router: Router) {
     let connections = Connections::default();
     loop {
@@ -43,7 +43,7 @@ pub(crate) async fn serve(listener: TcpListener, router: Router) {
     }
 }
 
-/// An accept fails where no file can be opened: that passes.
+/// Waits after a failed accept: the process is out of file descriptors, say, which passes.
 pub(crate) async fn pause_after(e: &std::io::Error) {
     tracing::warn!(error = %e, "a connection could not be accepted");
     tokio::time::sleep(std::time::Duration::from_millis(200)).await;
@@ -59,7 +59,7 @@ fn guarded(code: StatusCode, kind: &'static str, text: String) -> Response {
     (code, headers, text).into_response()
 }
 
-/// The status is made on another thread: it looks at the drive.
+/// Builds the status on a thread that may block, because it looks at the drive.
 async fn now(service: Arc<Service>) -> Option<Status> {
     tokio::task::spawn_blocking(move || service.status()).await.ok()
 }
@@ -68,7 +68,7 @@ fn failed() -> Response {
     guarded(StatusCode::INTERNAL_SERVER_ERROR, "text/plain", "failed\n".into())
 }
 
-/// A thread that does not go on is helped by a new process.
+/// Says no if a thread is stuck, which a new process would fix.
 async fn alive(State(service): State<Arc<Service>>) -> Response {
     let good = service.health.stalled().is_empty();
     let text = if good { "ok\n" } else { "a thread does not go on\n" };

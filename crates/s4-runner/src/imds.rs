@@ -1,4 +1,4 @@
-//! The metadata of an EC2 instance, version 2: a token first, then what is asked for.
+//! The metadata of an EC2 instance, version 2: every request needs a token, which is fetched first.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use reqwest::{Client, StatusCode};
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 
-/// Bytes of an answer, at most.
+/// The most bytes of an answer.
 const MAX_ANSWER: usize = 64 << 10;
-/// How long a token is asked to live, in seconds.
+/// The lifetime that is requested for a token, in seconds.
 const TOKEN_SECONDS: u64 = 300;
 
-/// Asks the metadata service. Nothing of it goes through a proxy.
+/// A client of the metadata service. It never uses a proxy.
 pub struct Imds {
     client: Client,
     endpoint: String,
@@ -38,7 +38,7 @@ pub enum NoAnswer {
 }
 
 impl Imds {
-    /// Asks nothing yet. `endpoint` is an address such as `http://169.254.169.254`.
+    /// Makes a client, which sends nothing yet. `endpoint` is an address such as `http://169.254.169.254`.
     ///
     /// # Errors
     /// If no client can be made.
@@ -54,7 +54,7 @@ impl Imds {
         Ok(Self { client, endpoint, token: Mutex::new(None) })
     }
 
-    /// What is there under a path such as `/latest/meta-data/instance-id`.
+    /// The value at a path such as `/latest/meta-data/instance-id`.
     ///
     /// # Errors
     /// [`NoAnswer`].
@@ -67,7 +67,7 @@ impl Imds {
             StatusCode::OK => body(answer).await,
             StatusCode::NOT_FOUND => Err(NoAnswer::Absent(path.to_owned())),
             status => {
-                // A token that is refused is not used again.
+                // The token may have been refused: do not use it again.
                 self.token.lock().await.take();
                 Err(NoAnswer::Refused { path: path.to_owned(), status: status.as_u16() })
             }

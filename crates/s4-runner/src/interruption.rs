@@ -7,13 +7,14 @@ use crate::health::Health;
 use crate::imds::{Imds, NoAnswer};
 use crate::queue::{Mode, SharedQueue};
 
-/// How often the metadata is asked, as AWS recommends.
+/// How often the metadata is polled, as AWS recommends.
 const POLL: Duration = Duration::from_secs(5);
 
 const ACTION: &str = "/latest/meta-data/spot/instance-action";
 const REBALANCE: &str = "/latest/meta-data/events/recommendations/rebalance";
 
-/// Asks for ever whether the instance will be interrupted. From then on the newest checkpoint goes first.
+/// Polls forever for a notice that the instance will be interrupted. After one, the newest
+/// checkpoint goes first.
 pub(crate) async fn watch_spot(imds: Imds, health: Arc<Health>, queue: SharedQueue) {
     let mut reachable = true;
     loop {
@@ -21,7 +22,7 @@ pub(crate) async fn watch_spot(imds: Imds, health: Arc<Health>, queue: SharedQue
             Ok(text) => notice(&health, &queue, "spot", &described(&text)),
             Err(NoAnswer::Absent(_)) => {
                 reachable = true;
-                // A hint that comes earlier, and may come to nothing.
+                // An earlier hint, which may come to nothing.
                 if let Ok(text) = imds.get(REBALANCE).await {
                     health.interrupted("rebalance", &described(&text));
                 }
@@ -36,7 +37,7 @@ pub(crate) async fn watch_spot(imds: Imds, health: Arc<Health>, queue: SharedQue
     }
 }
 
-/// Notes an interruption.
+/// Records an interruption, and puts the newest checkpoint first.
 pub(crate) fn notice(health: &Health, queue: &SharedQueue, source: &'static str, detail: &str) {
     if queue.mode() == Mode::Steady {
         tracing::warn!(
@@ -49,7 +50,7 @@ pub(crate) fn notice(health: &Health, queue: &SharedQueue, source: &'static str,
     queue.set_mode(Mode::Urgent);
 }
 
-/// What a notice says, of its known members alone: `terminate at 2026-01-01T00:00:00Z`.
+/// What a notice says, from its known members only: `terminate at 2026-01-01T00:00:00Z`.
 fn described(text: &str) -> String {
     let value: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
     let word = |name: &str| value[name].as_str().map(|w| w.chars().take(40).collect::<String>());

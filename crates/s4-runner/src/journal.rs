@@ -1,5 +1,5 @@
-//! The journal: one file for each record, replaced whole. What is written is on the drive when a call
-//! returns.
+//! The journal: one file per record, always replaced as a whole. A change is on the drive when the
+//! call that makes it returns.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -12,13 +12,13 @@ use uuid::Uuid;
 use crate::error::{Error, Result};
 use crate::record::Record;
 
-/// Bytes of a record, at most.
+/// The most bytes of a record.
 const MAX_RECORD: u64 = 256 << 10;
-/// Bytes of the drive that are kept for records of what was accepted, which go on though it is full: or nothing
-/// could ever become durable, and make room.
+/// Bytes reserved on the drive for updates to the records of accepted checkpoints when it is full.
+/// Without them nothing could become durable, which is what makes room.
 const RESERVE: usize = 256 << 10;
 
-/// The folder of the records, which this process alone uses.
+/// The folder of the records, locked by this process.
 #[derive(Debug)]
 pub(crate) struct Journal {
     folder: PathBuf,
@@ -38,8 +38,8 @@ pub(crate) struct Damaged {
 }
 
 impl Journal {
-    /// Opens the journal of a state folder, and reads it. Of a record that was being written when the
-    /// process was killed the one before is there.
+    /// Opens the journal of a state folder, and reads it. If the process was killed while it
+    /// replaced a record, the old record is still there.
     ///
     /// # Errors
     /// [`Error::Locked`] if another process uses it; [`Error::Io`].
@@ -75,7 +75,7 @@ impl Journal {
                     damaged
                         .push(Damaged { name, why: "it was put aside at an earlier start".into() });
                 }
-                // Never complete: the rename did not happen.
+                // An incomplete write: the rename did not happen.
                 Some("tmp") => fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?,
                 _ => {}
             }
@@ -87,22 +87,22 @@ impl Journal {
     /// Writes a record.
     ///
     /// # Errors
-    /// The system's. The record is what it was before, or what was to be written.
+    /// Any I/O error. The record is then the old one or the new one.
     pub(crate) fn put(&self, record: &Record) -> io::Result<()> {
         let path = self.path(record.id);
         let temporary = path.with_extension("tmp");
         let written = write_synced(&temporary, &serde_json::to_vec(record)?);
         written.and_then(|()| fs::rename(&temporary, &path)).inspect_err(|_| {
-            // What was written of it takes room.
+            // A partly written file takes up room.
             let _ = fs::remove_file(&temporary);
         })?;
         sync_folder(&self.folder)
     }
 
-    /// Writes a record of what was accepted before: on a full drive into the room that is kept for that.
+    /// Replaces the record of an accepted checkpoint, in the reserved room if the drive is full.
     ///
     /// # Errors
-    /// As of [`Journal::put`].
+    /// As [`Journal::put`].
     pub(crate) fn put_again(&self, record: &Record) -> io::Result<()> {
         match self.put(record) {
             Err(e) if is_full(&e) => self.with_reserve(|| self.put(record)),
@@ -113,40 +113,40 @@ impl Journal {
         }
     }
 
-    /// Does something that makes room, and needs some for that.
+    /// Releases the reserved room for `work`, which makes room but needs some first.
     pub(crate) fn with_reserve<T>(&self, work: impl FnOnce() -> T) -> T {
-        // It may be used up.
+        // The reserve may already be used up.
         let _ = fs::remove_file(&self.reserve);
         let done = work();
         self.take_reserve();
         done
     }
 
-    /// Takes the room that is kept, if it is to be had.
+    /// Reserves the room again, if it is not reserved and the drive has it.
     fn take_reserve(&self) {
         if !self.reserve.exists() && write_synced(&self.reserve, &vec![b'-'; RESERVE]).is_err() {
-            // It may not be there.
+            // It may not exist.
             let _ = fs::remove_file(&self.reserve);
         }
     }
 
-    /// Whether its folder can be written.
+    /// Whether the journal's folder can be written.
     pub(crate) fn is_writable(&self) -> bool {
         rustix::fs::access(&self.folder, Access::WRITE_OK | Access::EXEC_OK).is_ok()
     }
 
-    /// Bytes that are free on its drive.
+    /// Bytes that are free on the journal's drive.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn free(&self) -> io::Result<u64> {
         free(&self.folder)
     }
 
-    /// The name of the store that its records are of, if one was noted.
+    /// The name of the store that the records belong to, if it was recorded.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn store(&self) -> io::Result<Option<String>> {
         match fs::read_to_string(&self.store) {
             Ok(name) => Ok(Some(name)),
@@ -155,10 +155,10 @@ impl Journal {
         }
     }
 
-    /// Notes the name of the store.
+    /// Records the name of the store.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn set_store(&self, name: &str) -> io::Result<()> {
         if self.store()?.as_deref() == Some(name) {
             return Ok(());
@@ -172,7 +172,7 @@ impl Journal {
     /// Forgets a record.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn remove(&self, id: Uuid) -> io::Result<()> {
         match fs::remove_file(self.path(id)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
@@ -192,7 +192,7 @@ fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Bytes that are free on a folder's drive: none, if no file can be made.
+/// Bytes that are free on a folder's drive; 0 if no more files can be created.
 pub(crate) fn free(folder: &Path) -> io::Result<u64> {
     let about = rustix::fs::statvfs(folder)?;
     // Some file systems do not count files.
@@ -221,7 +221,7 @@ fn read_record(path: &Path) -> std::result::Result<Record, String> {
     }
 }
 
-/// Locks a folder for this process, until the file is closed.
+/// Locks a folder for this process, until the returned file is closed.
 ///
 /// # Errors
 /// [`Error::Locked`] if another process has it; [`Error::Io`].
@@ -235,7 +235,7 @@ pub(crate) fn lock(folder: &Path) -> Result<File> {
     Ok(lock)
 }
 
-/// Makes a folder that may be there.
+/// Creates a folder, unless it exists.
 pub(crate) fn make_folder(path: &Path, mode: u32) -> Result<()> {
     fs::DirBuilder::new()
         .recursive(true)
@@ -244,7 +244,7 @@ pub(crate) fn make_folder(path: &Path, mode: u32) -> Result<()> {
         .map_err(|e| Error::io("create", path, e))
 }
 
-/// Makes names in a folder outlast a power cut.
+/// Syncs a folder, so that the names in it survive a power cut.
 pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }

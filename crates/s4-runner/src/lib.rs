@@ -1,12 +1,13 @@
 //! The service that trainers hand checkpoints to.
 //!
-//! A trainer writes a checkpoint to the local drive and submits it over a Unix socket; from then on it is the
-//! runner's. It is compressed against an earlier one, read back and compared, and uploaded; the trainer goes
-//! on meanwhile. What was accepted survives `kill -9` at any point, and is listed once: `docs/runner.md` says
-//! why. A page on TCP tells what is going on, and changes nothing.
+//! A trainer writes a checkpoint to the local drive and submits it over a Unix socket; from then on
+//! the runner owns it. The runner compresses it against an earlier checkpoint, reads it back,
+//! compares and uploads it, while the trainer continues. An accepted checkpoint survives `kill -9`
+//! at any point and is listed exactly once: `docs/runner.md` says why. A read-only page on TCP
+//! shows what is going on.
 //!
-//! Deliberately absent: how checkpoints are encoded and stored (`s4weights`), and any way for the page to
-//! change something.
+//! Deliberately absent: how checkpoints are encoded and stored (`s4weights`), and any way for the
+//! page to change anything.
 #![cfg(unix)]
 #![deny(unsafe_code)]
 

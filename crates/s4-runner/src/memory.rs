@@ -1,24 +1,26 @@
-//! What the allocator keeps of memory that was freed.
+//! How much freed memory the allocator keeps.
 
 #![expect(unsafe_code, reason = "a setting of the C library")]
 
-/// Has large blocks go back to the system when they are freed.
+/// Makes the allocator return large blocks to the system when they are freed.
 ///
-/// glibc maps blocks of 128 KiB and more, and unmaps them; but with each one that is freed it raises that limit, to
-/// 32 MiB at most, and what it would give back at an end of its heap to twice as much. It has up to eight heaps a core.
-/// So a service that has compressed large checkpoints would keep hundreds of megabytes which the trainer needs. A limit
-/// that is set stays where it is.
+/// glibc maps blocks of 128 KiB and more, and unmaps them when they are freed. But each such free
+/// may raise that threshold, up to 32 MiB, and with it the free memory kept at the end of a heap,
+/// to twice as much; there are up to eight heaps per core. A service that has compressed large
+/// checkpoints would keep hundreds of megabytes that the trainer needs. Setting the threshold stops
+/// it from growing.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 pub(crate) fn give_back() {
-    /// Where glibc itself begins.
+    /// glibc's initial threshold, in bytes.
     const MAPPED_FROM: libc::c_int = 128 << 10;
-    // SAFETY: it takes two numbers, and changes nothing but where later blocks come from, under the allocator's locks.
+    // SAFETY: `mallopt` takes two numbers and, under the allocator's locks, changes only where
+    // later blocks come from.
     let done = unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM) };
     if done == 0 {
         tracing::warn!("the C library keeps memory that was freed: its setting was refused");
     }
 }
 
-/// Other C libraries do so by themselves.
+/// Other C libraries return freed memory by themselves.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub(crate) fn give_back() {}

@@ -1,4 +1,4 @@
-//! Figures, as Prometheus reads them.
+//! Metrics, in the format that Prometheus reads.
 
 use std::fmt;
 use std::sync::atomic::AtomicU64;
@@ -16,7 +16,7 @@ use prometheus_client::registry::{Registry, Unit};
 use crate::record::{Record, State};
 use crate::status::Status;
 
-/// A label whose values are words of this program.
+/// A label value that is a word of this program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Word(&'static str);
 
@@ -173,7 +173,7 @@ impl Metrics {
         self.restore.get_or_create(&Tier { tier: Word(tier) }).observe(time.as_secs_f64());
     }
 
-    /// The text, of now.
+    /// The current metrics, as text.
     #[must_use]
     pub(crate) fn text(&self, status: &Status) -> String {
         let number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
@@ -192,7 +192,7 @@ impl Metrics {
         self.entitled.set(i64::from(status.entitled));
         self.interrupted_at.set(seconds(status.interruption.as_ref().map(|i| i.noticed_ms)));
         let mut text = String::new();
-        // A string takes every write.
+        // Writing to a string cannot fail.
         let _ = encode(&mut text, &self.registry);
         text
     }

@@ -1,4 +1,4 @@
-//! What systemd is told: ready, alive, stopping. Alive is said only while every thread goes on.
+//! Notifications to systemd: ready, alive, stopping. Alive is sent only while every thread makes progress.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub(crate) fn stopping(why: &str) {
     tell(&[NotifyState::Stopping, NotifyState::Status(why)]);
 }
 
-/// Says that the service is alive, for as long as it is.
+/// Tells systemd's watchdog that the service is alive, as long as no thread is stalled.
 pub(crate) async fn watchdog(health: std::sync::Arc<Health>) {
     let Some(limit) = sd_notify::watchdog_enabled() else { return };
     let pause = (limit / 2).max(Duration::from_millis(100));

@@ -17,10 +17,10 @@ use crate::record::{Record, State};
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause after a failure.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// Durable records that are remembered, so that whoever waits for one hears of it.
+/// How many durable records are remembered, so that clients waiting for one still hear of it.
 const REMEMBERED: usize = 1000;
 
-/// All submissions. Every change is in the journal before anybody hears of it.
+/// All submissions. Every change that a crash must not undo is in the journal before anybody hears of it.
 pub(crate) struct Queue {
     inner: Mutex<Inner>,
     journal: Journal,
@@ -40,7 +40,7 @@ struct Inner {
     stopped: bool,
 }
 
-/// What is wanted of the queue.
+/// Which checkpoint goes first, and whether new ones are accepted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Mode {
     /// The oldest checkpoint first.
@@ -52,21 +52,21 @@ pub(crate) enum Mode {
     Draining,
 }
 
-/// What a thread is to do.
+/// What a thread does next.
 #[derive(Debug)]
 pub(crate) enum Work {
-    /// This record.
+    /// Work on this record.
     Record(Box<Record>),
     /// Nothing now.
     Idle,
-    /// Nothing any more: the service ends.
+    /// End: the service is shutting down.
     Stop,
 }
 
-/// What was submitted.
+/// A submission.
 #[derive(Debug, Clone)]
 pub(crate) struct Submission {
-    /// Its id, of the submitter's choice.
+    /// Its id, chosen by the submitter.
     pub id: Uuid,
     /// The training step.
     pub step: u64,
@@ -81,12 +81,12 @@ pub(crate) struct Submission {
 }
 
 impl Queue {
-    /// A queue of what the journal holds now.
+    /// A queue of the journal's records.
     #[must_use]
     pub(crate) fn new(journal: Journal, records: Vec<Record>, now: &Moment) -> Self {
         let mut inner = Inner::default();
         for mut record in records {
-            // These are of a process that was killed: the work is begun again.
+            // A killed process left these states: the work starts again.
             record.state = match record.state {
                 State::Compressed => State::Staged,
                 State::Uploading => State::Verified,
@@ -110,13 +110,13 @@ impl Queue {
         self.changed.send_modify(|n| *n += 1);
     }
 
-    /// Hears of every change.
+    /// A receiver that is notified of every change.
     #[must_use]
     pub(crate) fn watch(&self) -> watch::Receiver<u64> {
         self.changed.subscribe()
     }
 
-    /// A record by its submission.
+    /// The record of a submission.
     #[must_use]
     pub(crate) fn get(&self, id: Uuid) -> Option<Record> {
         let inner = self.lock();
@@ -132,7 +132,7 @@ impl Queue {
     /// Bytes that are free on the journal's drive.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn free(&self) -> io::Result<u64> {
         self.journal.free()
     }
@@ -143,29 +143,29 @@ impl Queue {
         self.journal.is_writable()
     }
 
-    /// Does something that makes room, with the room that is kept for that.
+    /// Releases the journal's reserved room for `work`, which makes room.
     pub(crate) fn with_reserve<T>(&self, work: impl FnOnce() -> T) -> T {
         self.journal.with_reserve(work)
     }
 
-    /// For how long a record has been here.
+    /// How long ago a record was accepted.
     #[must_use]
     pub(crate) fn age(&self, seq: u64, now: Instant) -> Option<Duration> {
         self.lock().accepted.get(&seq).map(|at| now.duration_since(*at))
     }
 
-    /// What is wanted now.
+    /// The current mode.
     #[must_use]
     pub(crate) fn mode(&self) -> Mode {
         self.lock().mode
     }
 
-    /// Wants something else. What is draining stays so.
+    /// Changes the mode. Draining is never left.
     pub(crate) fn set_mode(&self, mode: Mode) {
         let mut inner = self.lock();
         if inner.mode != Mode::Draining {
             inner.mode = mode;
-            // What failed is tried at once: there may be no later.
+            // Retry what failed at once: there may be no later.
             if mode != Mode::Steady {
                 inner.pauses.clear();
             }
@@ -174,13 +174,13 @@ impl Queue {
         self.tell();
     }
 
-    /// Ends the threads.
+    /// Tells the threads to end.
     pub(crate) fn stop(&self) {
         self.lock().stopped = true;
         self.tell();
     }
 
-    /// Whether the service ends.
+    /// Whether the service is ending.
     #[must_use]
     pub(crate) fn is_stopped(&self) -> bool {
         self.lock().stopped
@@ -189,7 +189,7 @@ impl Queue {
     /// Accepts a checkpoint whose file is staged. It is in the journal when this returns.
     ///
     /// # Errors
-    /// The system's, when the journal cannot be written. Then nothing was accepted.
+    /// Any I/O error of the journal. Then nothing was accepted.
     pub(crate) fn accept(&self, submission: Submission, staged_bytes: u64) -> io::Result<Record> {
         let mut inner = self.lock();
         let seq = inner.records.last_key_value().map_or(1, |(last, _)| last + 1);
@@ -219,7 +219,8 @@ impl Queue {
             error: None,
         };
         if let Err(e) = self.journal.put(&record) {
-            // It may be there though it could not be synced, and nobody was told that it was accepted.
+            // The record may have been written but not synced, and the trainer will be told that
+            // nothing was accepted.
             let _ = self.journal.remove(id);
             return Err(e);
         }
@@ -231,11 +232,12 @@ impl Queue {
         Ok(record)
     }
 
-    /// Takes in a checkpoint that no record tells of: the journal lost it. Its number is after that of one that was
-    /// submitted before, and before that of one that was submitted later, if there is one and a number is left. Gives it.
+    /// Adds a checkpoint whose record the journal lost, and returns its new `seq`. That is a free
+    /// number between `after`, of one submitted earlier, and `before`, of one submitted later; if
+    /// there is none, the next new number.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn adopt(
         &self,
         mut record: Record,
@@ -256,10 +258,10 @@ impl Queue {
         Ok(seq)
     }
 
-    /// Changes a record, first in the journal.
+    /// Changes a record, in the journal first.
     ///
     /// # Errors
-    /// The system's; the record is as it was then. [`io::ErrorKind::NotFound`] if there is none.
+    /// Any I/O error; the record is then unchanged. [`io::ErrorKind::NotFound`] if there is none.
     pub(crate) fn update(&self, id: Uuid, change: impl FnOnce(&mut Record)) -> io::Result<Record> {
         let mut inner = self.lock();
         let seq = *inner.by_id.get(&id).ok_or(io::ErrorKind::NotFound)?;
@@ -278,7 +280,7 @@ impl Queue {
         Ok(new)
     }
 
-    /// Shows how far a record is, in memory alone: it may be repeated after a crash.
+    /// Changes a record's state in memory only: after a crash the step may be repeated.
     pub(crate) fn show(&self, id: Uuid, state: State) {
         let mut inner = self.lock();
         let seq = inner.by_id.get(&id).copied();
@@ -290,7 +292,7 @@ impl Queue {
         }
     }
 
-    /// Notes a failure that may go away: the record waits, longer each time.
+    /// Records a failure that may pass: the record waits, longer each time.
     pub(crate) fn pause(&self, id: Uuid, state: State, why: &str) {
         let mut inner = self.lock();
         let Some(seq) = inner.by_id.get(&id).copied() else { return };
@@ -318,21 +320,21 @@ impl Queue {
         })
     }
 
-    /// The next checkpoint to be uploaded; waits for one, but not for long. One that is a delta comes after
-    /// what it needs.
+    /// The next checkpoint to be uploaded; waits for one, but not for long. A delta comes after its
+    /// ancestors.
     #[must_use]
     pub(crate) fn next_verified(&self) -> Work {
         self.next(Inner::pick_verified)
     }
 
-    /// Whether another checkpoint than this one should be uploaded now.
+    /// Whether a checkpoint other than this one should be uploaded now.
     #[must_use]
     pub(crate) fn should_yield(&self, seq: u64) -> bool {
         let inner = self.lock();
         inner.mode != Mode::Steady && inner.pick_verified().is_some_and(|next| next.seq != seq)
     }
 
-    /// Waits for what `pick` finds.
+    /// Waits, but not for long, until `pick` finds a record.
     fn next(&self, pick: impl Fn(&Inner) -> Option<&Record>) -> Work {
         let end = Instant::now() + IDLE;
         let mut inner = self.lock();
@@ -354,10 +356,10 @@ impl Queue {
         }
     }
 
-    /// Forgets a record that has failed; whether there was one.
+    /// Forgets a record that has failed; returns whether there was one.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn forget_failed(&self, id: Uuid) -> io::Result<bool> {
         let mut inner = self.lock();
         let seq = inner.by_id.get(&id).copied();
@@ -370,13 +372,13 @@ impl Queue {
         Ok(true)
     }
 
-    /// Forgets durable records that nobody needs, but for the newest. `needs` says of which the local
-    /// store still has the checkpoint, or the watched folder the file.
+    /// Forgets durable records that are no longer needed, except the newest. `needs` says whether
+    /// the local store still has the checkpoint, or the watched folder the file.
     pub(crate) fn forget(&self, needs: impl Fn(&Record) -> bool) {
         let mut inner = self.lock();
         let finals: Vec<_> = inner.records.values().filter(|r| r.state == State::Durable).collect();
         let most = finals.len().saturating_sub(REMEMBERED);
-        // The newest keeps the numbers growing.
+        // Keeping the newest keeps `seq` growing.
         let gone: Vec<_> =
             finals[..most].iter().filter(|r| !needs(r)).map(|r| (r.seq, r.id)).collect();
         for (seq, id) in gone {
@@ -406,7 +408,7 @@ impl Inner {
         let waiting = |r: &&Record| matches!(r.state, State::Verified | State::Uploading);
         let of: HashMap<CheckpointId, &Record> =
             self.records.values().filter(waiting).filter_map(|r| Some((r.local?, r))).collect();
-        // The first of its chain that is not durable.
+        // The first checkpoint of its chain that is not durable yet.
         let lowest = |record: &Record| -> Option<u64> {
             let (mut lowest, mut seen) = (record, BTreeSet::new());
             while let Some(next) = lowest.local_parent.filter(|next| seen.insert(*next)) {
@@ -441,7 +443,7 @@ mod tests {
         format!("00000000-0000-7000-8000-0000000000{n:02}").parse().unwrap()
     }
 
-    /// Verified checkpoints, each with what it is a delta of.
+    /// Verified checkpoints, given the parent of each.
     fn verified(parents: &[Option<usize>]) -> Case {
         let dir = tempfile::tempdir().unwrap();
         let (journal, records, _) = Journal::open(dir.path()).unwrap();
@@ -501,7 +503,7 @@ mod tests {
         case.queue.set_mode(Mode::Draining);
         case.durable(2);
         assert_eq!(case.next(), 0);
-        // What drains does not stop to.
+        // Draining is never left.
         case.queue.set_mode(Mode::Steady);
         assert_eq!(case.queue.mode(), Mode::Draining);
     }

@@ -1,4 +1,4 @@
-//! What is known of one checkpoint on its way.
+//! The record of one checkpoint on its way to the store.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,22 +14,22 @@ use crate::stores::SUBMISSION;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum State {
-    /// It lies on the local drive, synced, and is in the journal: it was accepted.
+    /// It is on the local drive, synced, and in the journal: it was accepted.
     Staged,
     /// Every value is encoded.
     Compressed,
-    /// What was encoded was decoded again and compared; it is in the local store.
+    /// The encoded values were decoded again and compared; it is in the local store.
     Verified,
     /// Its objects are on their way to the store.
     Uploading,
     /// The store lists it.
     Durable,
-    /// It is damaged: it will not become durable.
+    /// It is damaged, unusable or lost: it will not become durable.
     Failed,
 }
 
 impl State {
-    /// All, in their order.
+    /// All states, in order.
     pub(crate) const ALL: [Self; 6] = [
         Self::Staged,
         Self::Compressed,
@@ -58,7 +58,7 @@ impl State {
         matches!(self, Self::Durable | Self::Failed)
     }
 
-    /// Whether one that is in this state has been in `wanted`, or never will be.
+    /// Whether a checkpoint in this state has reached `wanted`, or never will.
     #[must_use]
     pub(crate) fn reaches(self, wanted: Self) -> bool {
         self >= wanted || self.is_final()
@@ -71,13 +71,13 @@ impl State {
 pub(crate) struct Origin {
     /// The file or folder.
     pub path: PathBuf,
-    /// Its bytes.
+    /// Its size in bytes.
     pub len: u64,
-    /// When it last changed, in nanoseconds since 1970; of a folder, when its metadata did.
+    /// When it last changed, in nanoseconds since 1970; for a folder, when its `.metadata` last changed.
     pub mtime_ns: i64,
-    /// Its number in the file system.
+    /// Its inode number.
     pub inode: u64,
-    /// Of a folder: a digest of the names, sizes, times and numbers of its files.
+    /// For a folder: a digest of the names, sizes, times and inode numbers of its files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub files: Option<String>,
 }
@@ -88,7 +88,7 @@ pub(crate) struct Origin {
 pub(crate) struct Record {
     /// Version of the record: 1.
     pub v: u32,
-    /// The submission.
+    /// Id of the submission.
     pub id: Uuid,
     /// Order of acceptance.
     pub seq: u64,
@@ -100,7 +100,7 @@ pub(crate) struct Record {
     pub staged_bytes: u64,
     /// Bytes of the tensors.
     pub raw_bytes: u64,
-    /// Bytes as it is stored.
+    /// Bytes as stored.
     pub stored_bytes: u64,
     /// Numbers that retention can choose by.
     pub metrics: BTreeMap<String, f64>,
@@ -108,32 +108,32 @@ pub(crate) struct Record {
     pub tags: BTreeMap<String, String>,
     /// Who submitted it.
     pub uid: u32,
-    /// When, in milliseconds since 1970.
+    /// When it was submitted, in milliseconds since 1970.
     pub submitted_ms: i64,
-    /// When, by a clock that nobody can set.
+    /// When it was submitted, by a clock that nobody can set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub submitted_at: Option<Uptime>,
     /// When it became durable, in milliseconds since 1970.
     pub durable_ms: Option<i64>,
-    /// How long that took, in milliseconds by the steady clock.
+    /// How long it took to become durable, in milliseconds by the steady clock.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub durable_after_ms: Option<u64>,
     /// The file or folder that it came from, in watch mode.
     pub origin: Option<Origin>,
     /// Its checkpoint in the local store.
     pub local: Option<CheckpointId>,
-    /// What that is a delta of.
+    /// The parent of that checkpoint.
     pub local_parent: Option<CheckpointId>,
-    /// Ids under which it may have been listed by a process that was killed.
+    /// Ids of attempts that a killed process may have listed.
     pub attempts: Vec<CheckpointId>,
     /// Its checkpoint in the store.
     pub remote: Option<CheckpointId>,
-    /// What went wrong last.
+    /// The last error.
     pub error: Option<String>,
 }
 
 impl Record {
-    /// The record of a checkpoint of the local store, which is to be uploaded. Its number is still to be given.
+    /// A record for a checkpoint of the local store that must be uploaded. Its `seq` is not assigned yet.
     #[must_use]
     pub(crate) fn of_local(id: Uuid, checkpoint: &Checkpoint) -> Self {
         let (about, now) = (&checkpoint.about, Moment::now());
@@ -164,7 +164,7 @@ impl Record {
         }
     }
 
-    /// Bytes of the local drive that it needs until it is durable, or forgotten.
+    /// Bytes of the local drive that it takes up until it is durable or forgotten.
     #[must_use]
     pub(crate) fn held_bytes(&self) -> u64 {
         match self.state {

@@ -14,7 +14,7 @@ use uuid::Uuid;
 use crate::record::{Record, State};
 use crate::service::Service;
 
-/// What is to be restored.
+/// What to restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wanted {
     /// The newest that can be read.
@@ -25,7 +25,7 @@ pub(crate) enum Wanted {
     Submission(Uuid),
 }
 
-/// A file that was restored. Whoever fetches it removes it.
+/// A restored file. The client that fetches it removes it.
 #[derive(Debug, Serialize)]
 pub(crate) struct Restored {
     /// The file.
@@ -34,11 +34,11 @@ pub(crate) struct Restored {
     pub step: u64,
     /// Where it came from: `staged`, `local` or `store`.
     pub tier: &'static str,
-    /// What was tried before, and why it could not be used.
+    /// What could not be used, such as a damaged copy, and why.
     pub skipped: Vec<String>,
 }
 
-/// A place that may have what is wanted.
+/// A place that may have the wanted checkpoint.
 enum Place {
     Staged(Uuid),
     Local(CheckpointId),
@@ -56,8 +56,8 @@ impl Place {
 }
 
 impl Service {
-    /// Restores a checkpoint into a file of its own; every value is checked on the way. What is damaged is
-    /// looked for in the next tier, and where the newest is wanted in the one before.
+    /// Restores a checkpoint into a new file; every value is checked on the way. If a copy is
+    /// damaged, the next tier is tried and then, if the newest is wanted, the checkpoint before it.
     ///
     /// # Errors
     /// The last failure, if nothing could be restored; [`Error::NotFound`] if there is nothing.
@@ -88,13 +88,14 @@ impl Service {
             }
         }
         let target = format!("{}: {wanted:?}", self.config.store_name());
-        // A store that does not answer may well have it.
+        // If the store does not answer, it may well have the checkpoint, so its error is returned.
         Err(last.or(no_list).unwrap_or(Error::NotFound { target }))
     }
 
-    /// Where what is wanted may be, the newest first: what is not durable yet, and what the store lists, which the local
-    /// drive may have, too. What others saved there counts; what they took off its list does not. Only if it does not
-    /// answer, which is returned, is the journal believed alone.
+    /// The places that may have the wanted checkpoint, newest first: checkpoints that are not
+    /// durable yet, then those that the store lists, of which the local drive may have copies. What
+    /// other runners saved there counts; what was retired there does not. If the store does not
+    /// answer, its error is returned and the journal alone is used.
     fn candidates(&self, wanted: Wanted) -> (Vec<(u64, Place)>, Option<Error>) {
         let fits = |step: u64| wanted == Wanted::Newest || wanted == Wanted::Step(step);
         let mut records = self.queue.list();
@@ -126,7 +127,7 @@ impl Service {
         (out, None)
     }
 
-    /// Restored files are not what fills the drive.
+    /// Restored files must not fill the drive.
     fn check_room(&self) -> s4weights::Result<()> {
         let target = self.staging.restored().display().to_string();
         let action = "look for room in";
@@ -146,7 +147,7 @@ impl Service {
         staged.into_iter().chain(local).chain(record.remote.map(Place::Store)).collect()
     }
 
-    /// Whether the local store has a checkpoint still: it keeps the newest alone.
+    /// Whether the local store still has a checkpoint: it keeps only the newest.
     fn is_local(&self, id: CheckpointId) -> bool {
         let state = self.stores.local().and_then(|store| store.state());
         state.is_ok_and(|state| state.get(id).is_some())

@@ -30,10 +30,10 @@ use crate::watch::{Convert, Unconverted, Watcher};
 use crate::worker::{CrashPoints, Worker};
 use crate::{http, memory, notify, socket};
 
-/// How long threads may take to end once they were told to.
+/// How long threads may take to end after they were told to.
 const END: Duration = Duration::from_secs(5);
 
-/// What the program gives to the service, and tests replace.
+/// What the program passes to the service, and tests replace.
 #[derive(Clone)]
 pub struct Hooks {
     /// Called at each named place.
@@ -62,9 +62,9 @@ fn devices() -> std::result::Result<String, String> {
     if names.is_empty() { Err("no CUDA device".to_owned()) } else { Ok(names.join(", ")) }
 }
 
-/// Runs the service until a signal ends it and what was accepted is durable, or time is over: then the
-/// journal keeps the rest for the next start. In this order: configuration, entitlement, GPU, journal, sockets,
-/// `READY=1`.
+/// Runs the service until a signal ends it and everything accepted is durable, or time is up; the
+/// journal keeps the rest for the next start. The start goes in this order: configuration,
+/// entitlement, GPU, journal, sockets, `READY=1`.
 ///
 /// # Errors
 /// [`Error`]; nothing listens then.
@@ -74,13 +74,13 @@ pub fn run(config: Config, hooks: Hooks) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
     let outcome = runtime.block_on(main(config, hooks));
-    // A thread that waits for a drive or a server is not waited for.
+    // Threads that are blocked on a drive or a server are not waited for.
     runtime.shutdown_background();
     outcome
 }
 
 async fn main(config: Config, hooks: Hooks) -> Result<()> {
-    // It is a notice, which must not end a process that has not come to listen for it.
+    // Handled from the start: it is only a notice, and by default would kill the process.
     let usr1 = signal(SignalKind::user_defined1());
     let no_client = |e: crate::imds::NoAnswer| Error::Internal(e.to_string());
     let imds = Imds::new(&config.imds).map_err(no_client)?;
@@ -120,7 +120,7 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     Ok(())
 }
 
-/// What encodes, and why.
+/// Says what encodes, and why.
 fn engine(config: &Config, hooks: &Hooks) -> Result<String> {
     match (hooks.gpu)() {
         Ok(names) => Ok(format!(
@@ -131,7 +131,7 @@ fn engine(config: &Config, hooks: &Hooks) -> Result<String> {
     }
 }
 
-/// Reads the journal, and puts right what a process that was killed left.
+/// Reads the journal, and cleans up what a killed process left.
 fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service>, Worker)> {
     let (journal, mut records, damaged) = Journal::open(&config.state_dir)?;
     for bad in &damaged {
@@ -140,13 +140,13 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
     let staging = Staging::open(&config.staging())?;
     stay_with_store(&config, &journal, &staging, &mut records)?;
     let find = |id: Uuid| records.iter().find(|r| r.id == id);
-    // A record that cannot be read may be of any of the files: then all of them stay.
+    // A record that cannot be read may belong to any of the files, so all of them stay.
     let is_known = |id| find(id).is_some() || !damaged.is_empty();
-    // What has failed stays until it is forgotten: its file may be the only copy.
+    // The file of a failed checkpoint stays until it is forgotten: it may be the only copy.
     let is_needed = |id| find(id).is_none_or(|r| r.holds_file());
     staging.recover(is_known, is_needed)?;
     for record in records.iter_mut().filter(|r| r.state <= State::Compressed) {
-        // It was given back when the journal failed, and the trainer was not told.
+        // The journal may have failed after it had written the record, so that the file was given back.
         let is_there = staging.has(record.id) || staging.take(record.id, record.uid).is_ok();
         if !is_there {
             let why = "its file is gone from the staging folder: was the drive replaced?";
@@ -186,7 +186,8 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
     Ok((Arc::new(service), worker))
 }
 
-/// Records are of one store: in another one, what is durable there would be taken for durable here.
+/// Refuses another store while checkpoints of the last one are not durable, else forgets its
+/// records: what is durable there would be taken for durable here.
 fn stay_with_store(
     config: &Config,
     journal: &Journal,
@@ -223,7 +224,7 @@ async fn listen(address: &str) -> Result<TcpListener> {
     TcpListener::bind(address).await.map_err(at)
 }
 
-/// Starts the threads that work.
+/// Starts the worker threads.
 fn start(service: &Arc<Service>, worker: &Worker, hooks: &Hooks) -> Result<Vec<JoinHandle<()>>> {
     let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
         let started = std::thread::Builder::new().name(format!("s4w-{name}")).spawn(work);
@@ -244,7 +245,7 @@ fn start(service: &Arc<Service>, worker: &Worker, hooks: &Hooks) -> Result<Vec<J
     Ok(threads)
 }
 
-/// Starts what answers and what listens.
+/// Starts the tasks that answer requests, tell systemd and watch for interruptions.
 fn background(
     service: &Arc<Service>,
     imds: Imds,
@@ -264,14 +265,14 @@ fn background(
     tasks
 }
 
-/// The signals that are waited for. `HUP`, of a terminal that is gone, ends the service as `TERM` and `INT` do. `USR1`, which
-/// batch systems send ahead of the end, lets the newest checkpoint go first.
+/// The signals that the service handles. `HUP` (the terminal is gone) ends it, as `TERM` and `INT`
+/// do. After `USR1`, which batch systems send ahead of the end, the newest checkpoint goes first.
 struct Signals(Vec<(&'static str, Signal)>);
 
 const NOTICE: &str = "SIGUSR1";
 
 impl Signals {
-    /// `usr1` was listened for before.
+    /// `usr1` is handled already.
     fn new(usr1: std::io::Result<Signal>) -> Self {
         let kinds = [
             ("SIGTERM", signal(SignalKind::terminate())),
@@ -282,7 +283,7 @@ impl Signals {
         Self(kinds.into_iter().filter_map(|(name, signal)| Some((name, signal.ok()?))).collect())
     }
 
-    /// Waits for one; gives its name.
+    /// Waits for a signal; returns its name.
     async fn next(&mut self) -> &'static str {
         poll_fn(|cx| {
             let come = |(name, signal): &mut (&'static str, Signal)| {
@@ -293,7 +294,7 @@ impl Signals {
         .await
     }
 
-    /// Waits for one that ends the service; gives its name.
+    /// Waits for a signal that ends the service; returns its name.
     async fn end(&mut self) -> &'static str {
         loop {
             match self.next().await {
@@ -303,7 +304,7 @@ impl Signals {
         }
     }
 
-    /// Waits for one that ends the service, or for somebody who asks for that; says which.
+    /// Waits for a signal that ends the service, or a request to drain; returns which.
     async fn wait(&mut self, service: &Service) -> String {
         let mut changed = service.queue.watch();
         loop {
@@ -322,7 +323,7 @@ impl Signals {
     }
 }
 
-/// Accepts nothing more, and waits until all is durable or time is over. Gives how many are not.
+/// Stops accepting, and waits until everything is durable or time is up. Returns how many are not.
 async fn drain(service: &Service) -> usize {
     let began = Instant::now();
     service.queue.set_mode(Mode::Draining);
@@ -331,7 +332,7 @@ async fn drain(service: &Service) -> usize {
     open
 }
 
-/// Waits for the threads, but not for ever.
+/// Waits for the threads, but not longer than [`END`].
 async fn join(threads: Vec<JoinHandle<()>>) {
     let end = Instant::now() + END;
     while Instant::now() < end && !threads.iter().all(JoinHandle::is_finished) {

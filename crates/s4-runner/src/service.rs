@@ -1,4 +1,4 @@
-//! What the service does for those who ask: accept, tell, flush, restore.
+//! What the service does on request: accept, report, flush, drain, forget.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,9 +18,9 @@ use crate::status::{Sources, Status};
 use crate::stores::{SUBMISSION, Stores};
 use crate::worker::{CrashPoints, finite};
 
-/// Tags and metrics of a checkpoint, at most.
+/// The most tags of a checkpoint, and the most metrics.
 const MAX_WORDS: usize = 64;
-/// Bytes of all names and texts, at most: they share a log entry of 64 KiB.
+/// The most bytes of all their names and texts: they share a log entry of 64 KiB.
 const MAX_TEXT: usize = 16 << 10;
 
 /// All parts of the service.
@@ -35,13 +35,13 @@ pub(crate) struct Service {
     pub stores: Arc<Stores>,
     /// Signs of life.
     pub health: Arc<Health>,
-    /// Figures.
+    /// Metrics.
     pub metrics: Arc<Metrics>,
     /// What encodes.
     pub engine: String,
-    /// Records of the journal that could not be read.
+    /// How many records of the journal could not be read.
     pub damaged_records: usize,
-    /// One submission is accepted at a time: what it was checked against stays so.
+    /// Held while a submission is accepted, so that what it was checked against stays true.
     pub(crate) accepting: Mutex<()>,
     /// Called at each named place.
     pub(crate) reached: CrashPoints,
@@ -50,22 +50,22 @@ pub(crate) struct Service {
 /// Why a submission was not accepted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Refusal {
-    /// The service ends.
+    /// The service is ending.
     #[error("the runner is shutting down, and accepts nothing any more")]
     Draining,
     /// There is no room: try again later.
     #[error("{0}")]
     Full(String),
-    /// The id stands for another checkpoint.
+    /// The id belongs to another checkpoint.
     #[error("submission {0} is another checkpoint")]
     Conflict(Uuid),
-    /// The message makes no sense.
+    /// The message is invalid.
     #[error("{0}")]
     Bad(String),
     /// The file cannot be taken.
     #[error(transparent)]
     NotTaken(#[from] NotTaken),
-    /// The system refused.
+    /// An I/O error.
     #[error("the runner's disk: {0}")]
     Io(#[from] std::io::Error),
 }
@@ -94,13 +94,13 @@ pub(crate) struct Room {
     pub incoming: std::path::PathBuf,
     /// Bytes that would be accepted now.
     pub room_bytes: u64,
-    /// Whether anything is.
+    /// Whether submissions are accepted at all.
     pub accepting: bool,
 }
 
 impl Service {
-    /// Accepts the file that a trainer has written. It is in the journal when this returns; the same
-    /// submission again changes nothing.
+    /// Accepts the file that a trainer has written. The submission is in the journal when this
+    /// returns; repeating it changes nothing.
     ///
     /// # Errors
     /// [`Refusal`]; nothing was accepted then, and the file is where it was.
@@ -118,7 +118,7 @@ impl Service {
         let _one = self.accepting.lock().unwrap_or_else(|e| e.into_inner());
         let (id, uid) = (submission.id, submission.uid);
         if let Some(known) = self.queue.get(id) {
-            // A file of this name is another one: the first was taken.
+            // A file of this name must be another one: the first was moved away.
             let same = known.step == submission.step
                 && known.uid == uid
                 && known.metrics == submission.metrics
@@ -170,7 +170,7 @@ impl Service {
     /// Where trainers write, and how much fits.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn room(&self) -> std::io::Result<Room> {
         let free = self.staging.free()?.saturating_sub(self.config.min_free_bytes);
         let room_bytes = free.min(self.quota_left());
@@ -178,7 +178,7 @@ impl Service {
         Ok(Room { incoming: self.staging.incoming(), room_bytes, accepting })
     }
 
-    /// Waits until a checkpoint has reached a state, or failed, or time is over; gives it as it is then.
+    /// Waits until a checkpoint has reached a state, or failed, or time is up; returns its record then.
     pub(crate) async fn wait(&self, id: Uuid, wanted: State, time: Duration) -> Option<Record> {
         let end = Instant::now() + time;
         let mut changed = self.queue.watch();
@@ -194,7 +194,7 @@ impl Service {
         }
     }
 
-    /// Waits until all that was accepted before is durable or failed; gives how many are not.
+    /// Waits until everything accepted so far is durable or failed; returns how many are not.
     pub(crate) async fn flush(&self, time: Duration) -> usize {
         let end = Instant::now() + time;
         let mut changed = self.queue.watch();
@@ -212,16 +212,16 @@ impl Service {
         }
     }
 
-    /// Accepts nothing more, and waits as [`Service::flush`] does, the newest checkpoint first.
+    /// Stops accepting, and waits as [`Service::flush`] does, the newest checkpoint first.
     pub(crate) async fn drain(&self, time: Duration) -> usize {
         self.queue.set_mode(Mode::Draining);
         self.flush(time).await
     }
 
-    /// Forgets a submission that has failed, and its file; whether there was one.
+    /// Forgets a submission that has failed, and its file; returns whether there was one.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn forget(&self, id: Uuid) -> std::io::Result<bool> {
         let local = self.queue.get(id).and_then(|record| record.local);
         let known = self.queue.forget_failed(id)?;
@@ -232,7 +232,7 @@ impl Service {
         Ok(known)
     }
 
-    /// The status of now.
+    /// The current status.
     #[must_use]
     pub(crate) fn status(&self) -> Status {
         Status::new(&Sources {

@@ -1,4 +1,4 @@
-//! What trainers may do, over a Unix socket whose other end the kernel names.
+//! The requests of trainers, over a Unix socket whose peer the kernel identifies.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -31,7 +31,7 @@ use crate::restore::Wanted;
 use crate::service::{Refusal, Service};
 use crate::status::Shown;
 
-/// Who is at the other end, as the kernel says.
+/// Who is at the other end, according to the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Peer {
     uid: u32,
@@ -46,7 +46,7 @@ enum Right {
     Administer,
 }
 
-/// A message: one object, of bounded size and known members; whatever else comes is refused with its reason.
+/// A message: one object, of bounded size and with known members. Anything else is refused with a reason.
 struct Message<T>(T);
 
 impl<T, S> FromRequest<S> for Message<T>
@@ -64,7 +64,7 @@ where
         let limited = axum::extract::Request::from_parts(head.clone(), body);
         let bytes = Bytes::from_request(limited, state).await;
         let bytes = bytes.map_err(|e| bad(e.status(), &e.body_text()))?;
-        // A list of an object's values, in their order, would pass for the object.
+        // The parser would take a list of the members' values for the object.
         if bytes.trim_ascii_start().starts_with(b"[") {
             return Err(bad(StatusCode::UNPROCESSABLE_ENTITY, "a list instead of an object"));
         }
@@ -76,7 +76,7 @@ where
     }
 }
 
-/// Parameters behind a path, or a part of it: as [`Message`].
+/// Parameters after a path, or a part of it; bad ones are refused as those of a [`Message`].
 struct Asked<E>(E);
 
 macro_rules! asked {
@@ -99,8 +99,8 @@ macro_rules! asked {
 asked!(Query);
 asked!(UrlPath);
 
-/// Binds the socket: only this process's user and group may connect. What a killed process left is
-/// replaced, and nothing else.
+/// Binds the socket: only this process's user and group may connect. A socket that a killed process
+/// left is replaced, and nothing else.
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::Locked`] if another process listens there.
@@ -121,7 +121,7 @@ pub(crate) fn bind(path: &Path) -> Result<UnixListener> {
         }
         Err(_) => {}
     }
-    // Nobody can connect between the two calls: the mode is that of the umask, which is narrower.
+    // Nobody else can connect between the two calls: the umask already limits the mode.
     let before = rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o117));
     let bound = UnixListener::bind(path);
     rustix::process::umask(before);
@@ -154,7 +154,7 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
         .with_state(service)
 }
 
-/// Serves connections for ever.
+/// Serves connections forever.
 pub(crate) async fn serve(listener: UnixListener, router: Router) {
     let connections = Connections::default();
     loop {
@@ -249,7 +249,7 @@ fn refuse(refusal: &Refusal) -> Response {
     answer(code, refusal.kind(), &refusal.to_string())
 }
 
-/// Does work that blocks.
+/// Runs blocking work on another thread.
 async fn aside<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> std::result::Result<T, Response> {

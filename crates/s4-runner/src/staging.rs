@@ -13,11 +13,11 @@ use uuid::Uuid;
 use crate::error::{Error, Result};
 use crate::journal::{free, lock, make_folder, sync_folder};
 
-/// How long files stay that nobody submitted, and those that were restored and nobody fetched.
+/// How long files stay that nobody submitted, and (below) restored ones that nobody fetched.
 const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
 const UNFETCHED: Duration = Duration::from_secs(3600);
 
-/// What opening a link gives where none is followed.
+/// The error of opening a link with `O_NOFOLLOW`.
 const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();
 
 /// The folders below the staging folder.
@@ -25,16 +25,16 @@ const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();
 pub(crate) struct Staging {
     root: PathBuf,
     lying: Arc<Mutex<HashMap<PathBuf, Lying>>>,
-    /// No other process has these folders.
+    /// Keeps other processes out of these folders.
     _lock: Arc<File>,
 }
 
 /// A file that nobody has submitted or fetched yet.
 #[derive(Debug, Clone, Copy)]
 struct Lying {
-    /// Size and time of the last change: what shows that somebody still writes to it.
+    /// Size and time of the last change, which show whether somebody still writes to it.
     mark: (u64, i64, i64),
-    /// Since when it is seen like this.
+    /// Since when it has been seen unchanged.
     since: Instant,
 }
 
@@ -52,14 +52,14 @@ pub(crate) enum NotTaken {
         /// What is wrong with it.
         why: &'static str,
     },
-    /// The system refused.
+    /// An I/O error.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
 
 impl Staging {
-    /// Makes the folders. Trainers of the group write to `incoming`, and each may remove only what is its
-    /// own; all of the group read `restored`.
+    /// Creates the folders. Trainers in the group write to `incoming`, where each may remove only
+    /// its own files; everybody in the group can read `restored`.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -83,12 +83,12 @@ impl Staging {
         self.root.join("incoming")
     }
 
-    /// What was accepted, and is not compressed yet.
+    /// Accepted files that are not compressed yet.
     fn queue(&self) -> PathBuf {
         self.root.join("queue")
     }
 
-    /// What was restored, until it is fetched.
+    /// Restored files, until they are fetched.
     #[must_use]
     pub(crate) fn restored(&self) -> PathBuf {
         self.root.join("restored")
@@ -103,7 +103,7 @@ impl Staging {
     /// Removes the local store.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn clear_local(&self) -> io::Result<()> {
         match fs::remove_dir_all(self.local()) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
@@ -123,7 +123,8 @@ impl Staging {
         self.incoming().join(format!("{id}.s4w"))
     }
 
-    /// What a trainer offers: its size, after checking that it is a file of this user's alone.
+    /// The size of the file that a trainer offers, after checking that it is a regular file of this
+    /// user with a single name.
     ///
     /// # Errors
     /// [`NotTaken`].
@@ -134,7 +135,7 @@ impl Staging {
     fn open_offered(&self, id: Uuid, uid: u32) -> std::result::Result<File, NotTaken> {
         let name = format!("{id}.s4w");
         let refused = |why| NotTaken::Refused { name: name.clone(), why };
-        // Neither a link is followed nor is a pipe waited for.
+        // Links are not followed, and a pipe does not block.
         let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
         let flags = i32::try_from(flags.bits()).map_err(io::Error::other)?;
         let file = OpenOptions::new().read(true).custom_flags(flags).open(self.offered(id));
@@ -155,7 +156,7 @@ impl Staging {
         }
     }
 
-    /// Takes a file that a trainer offers: it is on the drive under its new name when this returns.
+    /// Takes a file that a trainer offers: it is synced under its new name when this returns.
     ///
     /// # Errors
     /// [`NotTaken`].
@@ -164,7 +165,8 @@ impl Staging {
         file.sync_all()?;
         let (from, to) = (self.offered(id), self.staged(id));
         fs::rename(&from, &to)?;
-        // The name was free to be given to another file until now; nobody else writes to this folder.
+        // Until the rename, the name could have been given to another file; nobody else writes to
+        // this folder.
         let (opened, taken) = (file.metadata()?, fs::symlink_metadata(&to)?);
         if (opened.ino(), opened.dev()) != (taken.ino(), taken.dev()) {
             fs::rename(&to, &from)?;
@@ -176,7 +178,7 @@ impl Staging {
         Ok(opened.len())
     }
 
-    /// Gives a file back that could not be accepted.
+    /// Moves a file that could not be accepted back to `incoming`.
     pub(crate) fn give_back(&self, id: Uuid) {
         if let Err(e) = fs::rename(self.staged(id), self.offered(id)) {
             tracing::warn!(%id, error = %e, "a file that was not accepted stays in the queue");
@@ -186,7 +188,7 @@ impl Staging {
     /// Removes a staged file.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn remove(&self, id: Uuid) -> io::Result<()> {
         match fs::remove_file(self.staged(id)) {
             Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
@@ -200,8 +202,8 @@ impl Staging {
         self.staged(id).is_file()
     }
 
-    /// After a crash: gives back the files that were taken but never accepted, and removes those whose
-    /// record needs them no more.
+    /// After a crash: gives back the files that were taken but never accepted, and removes those
+    /// that their records no longer need.
     ///
     /// # Errors
     /// [`Error::Io`].
@@ -229,8 +231,8 @@ impl Staging {
         sync_folder(&queue).map_err(|e| Error::io("sync", &queue, e))
     }
 
-    /// Removes what nobody submitted for a day, or fetched for an hour, as this process has seen: the times of files are
-    /// those of a clock that may have been set.
+    /// Removes files that nobody submitted for a day, or fetched for an hour, as seen by this
+    /// process: the times of files come from the wall clock, which may have been set.
     pub(crate) fn tidy(&self, now: Instant) {
         let mut lying = self.lying.lock().unwrap_or_else(|e| e.into_inner());
         let before = std::mem::take(&mut *lying);
@@ -254,14 +256,14 @@ impl Staging {
     /// Bytes that are free on the drive.
     ///
     /// # Errors
-    /// The system's.
+    /// Any I/O error.
     pub(crate) fn free(&self) -> io::Result<u64> {
         free(&self.root)
     }
 }
 
-/// Sets the mode of a folder, past the umask. A sandbox may forbid setgid bits: then the administrator sets
-/// them, or trainers of other users cannot hand files over.
+/// Sets the mode of a folder, whatever the umask. A sandbox may forbid the setgid bit: then the
+/// administrator must set it, or trainers of other users cannot hand files over.
 fn set_mode(folder: &Path, mode: u32) -> io::Result<()> {
     if fs::metadata(folder)?.permissions().mode() & 0o7777 == mode {
         return Ok(());

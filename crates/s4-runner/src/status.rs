@@ -1,4 +1,4 @@
-//! What the service says of itself.
+//! The status that the service reports.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -12,19 +12,19 @@ use crate::queue::{Mode, Queue};
 use crate::record::{Record, State};
 use crate::staging::Staging;
 
-/// Checkpoints that the status lists.
+/// The most checkpoints that the status lists.
 const LISTED: usize = 50;
 
-/// Bytes that the journal needs to go on.
+/// Free bytes that the journal needs to keep working.
 const JOURNAL: u64 = 64 << 10;
 
 /// The longest a queue may lag behind before `/readyz` says no, in seconds.
 const LAG: f64 = 3600.0;
 
-/// One checkpoint, as it is shown.
+/// A checkpoint, as it is shown.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Shown {
-    /// The submission.
+    /// Id of the submission.
     pub id: Uuid,
     /// The training step.
     pub step: u64,
@@ -32,17 +32,17 @@ pub(crate) struct Shown {
     pub state: State,
     /// Bytes of the tensors; 0: not known yet.
     pub raw_bytes: u64,
-    /// Bytes as it is stored; 0: not known yet.
+    /// Bytes as stored; 0: not known yet.
     pub stored_bytes: u64,
     /// `base` or `delta`, once it is known.
     pub kind: Option<&'static str>,
     /// When it was submitted, in milliseconds since 1970.
     pub submitted_ms: i64,
-    /// When it became durable.
+    /// When it became durable, in milliseconds since 1970.
     pub durable_ms: Option<i64>,
-    /// How long that took, by a clock that nobody can set.
+    /// How long it took to become durable, in milliseconds by a clock that nobody can set.
     pub durable_after_ms: Option<u64>,
-    /// What went wrong last.
+    /// The last error.
     pub error: Option<String>,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Status {
     pub version: &'static str,
     /// Folder or URL of the store, without secrets.
     pub store_name: String,
-    /// What is known of it.
+    /// What is known of the store.
     pub store: StoreHealth,
     /// What encodes: `cpu`, and why.
     pub engine: String,
@@ -86,27 +86,27 @@ pub(crate) struct Status {
     pub interruption: Option<Interruption>,
     /// Seconds since the start.
     pub uptime_seconds: u64,
-    /// Checkpoints of each state.
+    /// Number of checkpoints in each state.
     pub states: BTreeMap<&'static str, u64>,
     /// The newest durable checkpoint.
     pub last_durable: Option<Shown>,
     /// Age of the oldest checkpoint that is not durable.
     pub durable_lag_seconds: f64,
-    /// Bytes of the local drive held by what is not durable.
+    /// Bytes of the local drive held by checkpoints that are not durable.
     pub queued_bytes: u64,
-    /// Its limit; 0: none.
+    /// Limit on those bytes; 0: none.
     pub quota_bytes: u64,
     /// Bytes that are free on the local drive.
     pub staging_free_bytes: u64,
-    /// Bytes of tensors for a byte stored, of the durable ones that are remembered.
+    /// Compression ratio of the remembered durable checkpoints: bytes of tensors per byte stored.
     pub ratio: Option<f64>,
-    /// Records of the journal that could not be read.
+    /// How many records of the journal could not be read.
     pub damaged_records: usize,
-    /// The newest checkpoints, the newest first.
+    /// The latest checkpoints, newest first.
     pub checkpoints: Vec<Shown>,
 }
 
-/// What a status is made of.
+/// What a status is built from.
 pub(crate) struct Sources<'a> {
     /// The configuration.
     pub config: &'a Config,
@@ -118,12 +118,12 @@ pub(crate) struct Sources<'a> {
     pub staging: &'a Staging,
     /// What encodes.
     pub engine: &'a str,
-    /// Records that could not be read.
+    /// How many records could not be read.
     pub damaged_records: usize,
 }
 
 impl Status {
-    /// The status of now.
+    /// The current status.
     #[must_use]
     pub(crate) fn new(from: &Sources<'_>) -> Self {
         let records = from.queue.list();
@@ -205,7 +205,7 @@ impl Status {
         out
     }
 
-    /// Whether something needs a person: what `/healthz` says.
+    /// Whether nothing needs a person's attention: what `/healthz` says.
     #[must_use]
     pub(crate) fn is_healthy(&self, health: &Health) -> bool {
         health.stalled().is_empty() && self.damaged_records == 0 && self.states["failed"] == 0

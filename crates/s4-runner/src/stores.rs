@@ -1,5 +1,5 @@
-//! The two stores: the local one, which is a cache of the newest and holds what is not uploaded yet, and
-//! the one that checkpoints become durable in.
+//! The two stores: the local one, which caches the newest checkpoints and holds those that are not
+//! uploaded yet, and the one in which checkpoints become durable.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::config::Config;
 use crate::record::{Record, State};
 use crate::staging::Staging;
 
-/// The tag that a submission's checkpoint has in both stores.
+/// The tag with the submission's id, which its checkpoint has in both stores.
 pub(crate) const SUBMISSION: &str = "s4w.submission";
 
-/// How long a request to the store is repeated before the record says what is wrong. It is tried again
-/// after that, for ever.
+/// How long a request to the store is retried before the record shows the error. After that the
+/// upload is tried again, forever.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Opens the stores when they are first needed, and again after a failure.
@@ -37,7 +37,7 @@ impl Stores {
     /// The local store.
     ///
     /// # Errors
-    /// Those of opening or creating it.
+    /// Errors of opening or creating it.
     pub(crate) fn local(&self) -> s4weights::Result<Arc<CheckpointStore>> {
         let path = self.staging.local();
         open(&self.local, || {
@@ -49,7 +49,7 @@ impl Stores {
     /// The store that checkpoints become durable in.
     ///
     /// # Errors
-    /// Those of opening or creating it.
+    /// Errors of opening or creating it.
     pub(crate) fn remote(&self) -> s4weights::Result<Arc<CheckpointStore>> {
         open(&self.remote, || {
             let options = self.options(self.config.bandwidth);
@@ -61,7 +61,7 @@ impl Stores {
         })
     }
 
-    /// Opens the store again when it is next needed: it may have been replaced.
+    /// Makes the next use open the store again: it may have been replaced.
     pub(crate) fn reopen(&self) {
         self.remote.lock().unwrap_or_else(|e| e.into_inner()).take();
     }
@@ -70,7 +70,8 @@ impl Stores {
         let mut options = StoreOptions {
             preset: self.config.preset().unwrap_or_default(),
             threads: self.config.threads,
-            // Parents are read from the local drive: it is as good as memory, which the trainer needs.
+            // Parents are read from the local drive, which does as well as memory; the trainer
+            // needs the memory.
             parent_memory: 0,
             ..StoreOptions::default()
         };
@@ -82,15 +83,15 @@ impl Stores {
     /// Applies the retention to the store.
     ///
     /// # Errors
-    /// Those of the store. The next checkpoint tries again.
+    /// Errors of the store. The next checkpoint tries again.
     pub(crate) fn retain(&self) -> s4weights::Result<()> {
         let Some(last) = self.config.keep_last else { return Ok(()) };
         let policy = Retention { keep_last: Some(last), ..Retention::default() };
         self.remote()?.apply_retention(&policy).map(drop)
     }
 
-    /// Takes a checkpoint off the list of the local store, so that no later start takes it in again. One that others are
-    /// deltas of stays.
+    /// Retires a checkpoint of the local store, so that no later start adopts it again. A parent of
+    /// others stays.
     pub(crate) fn forget_local(&self, id: Option<CheckpointId>) {
         let Some(id) = id else { return };
         if let Err(e) = self.local().and_then(|local| local.retire(&[id], "forgotten")) {
@@ -98,19 +99,19 @@ impl Stores {
         }
     }
 
-    /// Deletes what the local store need not keep: all that is durable but the newest, and what these
-    /// are deltas of.
+    /// Deletes what the local store need not keep: every durable checkpoint except the newest and
+    /// the ancestors of those that stay.
     ///
     /// # Errors
-    /// Those of the local store.
+    /// Errors of the local store.
     pub(crate) fn tidy_local(&self, records: &[Record], tidy: Tidy) -> s4weights::Result<()> {
         let local = self.local()?;
         if tidy != Tidy::Usual {
-            // First what needs no entry in the log, for which there may be no room.
+            // A sweep needs no log entry, for which there may be no room.
             sweep(&local)?;
         }
         let state = local.state()?;
-        // What no record tells of may be nowhere else.
+        // A checkpoint without a record may exist nowhere else.
         let durable = |c: &Checkpoint| {
             let own = c.about.tags.get(SUBMISSION);
             let of = records.iter().find(|r| own == Some(&r.id.to_string()));
@@ -120,7 +121,7 @@ impl Stores {
         let listed = state.list();
         let cut = listed.len().saturating_sub(keep);
         let mut gone: Vec<CheckpointId> = vec![];
-        // The newest first: what is needed by one that stays, stays.
+        // The newest first: an ancestor of one that stays must stay.
         for id in listed[..cut].iter().rev().filter(|c| durable(c)).map(|c| c.id()) {
             let free = state.descendants(&[id]).iter().all(|d| *d == id || gone.contains(d));
             if free {
@@ -138,15 +139,15 @@ impl Stores {
 /// How thoroughly the local store is tidied up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tidy {
-    /// After a checkpoint.
+    /// After each checkpoint.
     Usual,
-    /// Also what a process that was killed left there.
+    /// Also delete what a killed process left there.
     Start,
-    /// There is no room: nothing stays that is durable, and nothing that could not be completed.
+    /// There is no room: delete everything durable, and everything that was not completed.
     Full,
 }
 
-/// Nothing else writes here meanwhile; whoever reads finds the checkpoint in the other store.
+/// No other writer is active here, and a reader that loses a checkpoint finds it in the other store.
 fn sweep(local: &CheckpointStore) -> s4weights::Result<()> {
     let options = SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false };
     local.sweep(&options).map(drop)
@@ -166,7 +167,7 @@ fn open(
 /// The listed checkpoint of a submission.
 ///
 /// # Errors
-/// Those of reading the log.
+/// Errors of reading the log.
 pub(crate) fn find(
     store: &CheckpointStore,
     id: uuid::Uuid,

@@ -1,6 +1,6 @@
-//! Watch mode: files and folders that trainers drop into a folder are compressed, made durable and, if that
-//! is wanted, removed. No pickle is executed: what PyTorch wrote is converted by another program, which reads
-//! tensors and plain values alone.
+//! Watch mode: files and folders that trainers drop into a folder are compressed, made durable and,
+//! if wanted, removed. No pickle is executed: another program converts PyTorch's files, and reads
+//! only tensors and plain values.
 
 use std::collections::HashMap;
 use std::fs;
@@ -19,31 +19,31 @@ use crate::service::{Refusal, Service};
 
 /// How often the folder is looked at.
 const POLL: Duration = Duration::from_secs(2);
-/// The longest pause after something could not be taken for now.
+/// The longest pause before something that could not be taken is tried again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// Files that are looked at, at most.
+/// The most entries of the folder that are looked at.
 const MOST: usize = 10_000;
 
 /// Why something in the watched folder was not converted.
 #[derive(Debug, thiserror::Error)]
 pub enum Unconverted {
-    /// It may be later: the drive is full, say.
+    /// It may succeed later: the drive is full, say.
     #[error("{0}")]
     Later(String),
-    /// Not as it is: it is left alone until it changes.
+    /// It cannot be converted as it is, and is left alone until it changes.
     #[error("{0}")]
     Rejected(String),
 }
 
-/// Turns a `.safetensors` file into a `.s4w` file, or says why it cannot.
+/// Turns a `.safetensors` file (first path) into a `.s4w` file (second path), or says why it cannot.
 pub type Convert = Arc<dyn Fn(&Path, &Path) -> Result<(), Unconverted> + Send + Sync>;
 
-/// Something that was seen.
+/// A file or folder that was seen.
 struct Seen {
     origin: Origin,
-    /// Since when it is as it is.
+    /// Since when it has been unchanged.
     since: Instant,
-    /// It cannot be taken as it is, or not be removed.
+    /// It cannot be taken as it is, or cannot be removed.
     rejected: bool,
     /// When it is tried again, and how long the pause was.
     pause: Option<(Instant, Duration)>,
@@ -80,8 +80,9 @@ impl Watcher {
         self.service.metrics.error("watch");
     }
 
-    /// Looks once. What has been as it is for longest is first: by the steady clock, since the times of files
-    /// are those of a clock that may have been set; by these only what was there from the start.
+    /// Looks once. What has been unchanged the longest goes first, by the steady clock: the times
+    /// of files come from the wall clock, which may have been set, and only order what was there
+    /// from the start.
     pub(crate) fn look(&mut self, now: Instant) {
         let found = match self.list() {
             Ok(found) => found,
@@ -114,7 +115,7 @@ impl Watcher {
         Ok(found)
     }
 
-    /// Since when something has been as it is, if that is for long enough and it is to be looked at.
+    /// Since when something has been unchanged, if that is long enough and it is neither rejected nor paused.
     fn settled_since(&mut self, origin: &Origin, now: Instant) -> Option<Instant> {
         let settle = Duration::from_secs(self.watch.settle_seconds);
         let new = || Seen { origin: origin.clone(), since: now, rejected: false, pause: None };
@@ -180,7 +181,7 @@ impl Watcher {
         let id = Uuid::new_v4();
         let target = self.service.staging.offered(id);
         let discard = |problem| {
-            // It may not be there.
+            // It may not exist.
             let _ = fs::remove_file(&target);
             problem
         };
@@ -205,7 +206,7 @@ impl Watcher {
         }
     }
 
-    /// What is converted is not much larger than what it is converted from.
+    /// Checks that the converted file fits: it is not much larger than the original.
     fn check_room(&self, origin: &Origin) -> Result<(), Unconverted> {
         let free = self.service.staging.free().map_err(|e| Unconverted::Later(e.to_string()))?;
         let needed = self.service.config.min_free_bytes.saturating_add(origin.len);
@@ -230,7 +231,7 @@ impl Watcher {
     }
 }
 
-/// The step that a name tells: the number after `step`, or else the last one.
+/// The step in a name: the number after `step`, else the last number.
 fn step_of(stem: &str) -> Option<u64> {
     let lower = stem.to_ascii_lowercase();
     let after = lower.rfind("step").map(|at| lower[at + 4..].trim_start_matches(['-', '_', '=']));

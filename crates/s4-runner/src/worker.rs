@@ -1,4 +1,4 @@
-//! The two threads that move checkpoints on: one compresses and verifies, one uploads.
+//! The two threads that move checkpoints forward: one compresses and verifies, one uploads.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -19,10 +19,10 @@ use crate::record::{Record, State};
 use crate::staging::Staging;
 use crate::stores::{SUBMISSION, Stores, Tidy, find};
 
-/// What a record says whose checkpoint is not in the local store.
+/// The error of a record whose checkpoint is not in the local store.
 const GONE: &str = "its local copy is gone: was the drive replaced?";
 
-/// Named places where a test may stop the world.
+/// Called with the name of each place where a test may stop the process.
 pub type CrashPoints = Arc<dyn Fn(&'static str) + Send + Sync>;
 
 /// What the threads share.
@@ -38,7 +38,7 @@ pub(crate) struct Worker {
     pub health: Arc<Health>,
     /// Figures.
     pub metrics: Arc<Metrics>,
-    /// Ends what waits.
+    /// Interrupts whatever waits.
     pub interrupt: Interrupt,
     /// Called at each named place.
     pub reached: CrashPoints,
@@ -92,7 +92,7 @@ impl Worker {
                 };
                 match self.upload(&record) {
                     Ok(()) => self.health.store_answered(),
-                    // Another one goes first.
+                    // Another checkpoint goes first.
                     Err(Error::Cancelled) => self.queue.show(record.id, State::Verified),
                     Err(e) if is_damage(&e) && self.is_damaged_here(&record) => {
                         self.health.store_answered();
@@ -109,7 +109,7 @@ impl Worker {
         });
     }
 
-    /// Asks the store for its state, if nothing was heard of it lately.
+    /// Asks the store for its state, unless it answered lately.
     fn look_at_store(&self) {
         if self.health.store_is_known() {
             return;
@@ -125,8 +125,7 @@ impl Worker {
         }
     }
 
-    /// What becomes of a record after a failure: what is wrong with the staged file is final, everything else
-    /// is tried again.
+    /// Handles the failure of a record: a fault of the staged file is final, everything else is tried again.
     fn failed(&self, record: &Record, before: State, e: &Error) {
         if matches!(e, Error::Cancelled) {
             return;
@@ -149,7 +148,8 @@ impl Worker {
         self.queue.pause(id, before, &why);
     }
 
-    /// Whether the staged file itself is at fault: damaged, of another version, or a delta of what is not here.
+    /// Whether the staged file itself is at fault: damaged, of another version, or a delta whose
+    /// parent is not here.
     fn is_of_staged_file(&self, record: &Record, e: &Error) -> bool {
         let staged = self.staging.staged(record.id);
         match e {
@@ -167,8 +167,9 @@ impl Worker {
         read.and_then(|loaded| loaded.reader().verify()).is_err_and(|e| is_damage(&e))
     }
 
-    /// Takes in what the local store has and no record tells of: the journal was lost, or a record was damaged. And what
-    /// was given up because it was not there, and is there now.
+    /// Adopts checkpoints of the local store that have no record: the journal was lost, or a record
+    /// was damaged. Also resumes those that were given up because their local copy was missing, if
+    /// it is there again.
     fn adopt(&self) -> s4weights::Result<()> {
         let local = self.stores.local()?;
         let state = local.state()?;
@@ -198,14 +199,14 @@ impl Worker {
         Ok(())
     }
 
-    /// The local file becomes a checkpoint of the local store.
+    /// Imports a staged file into the local store.
     fn compress(&self, record: &Record) -> s4weights::Result<()> {
         let started = Instant::now();
         let id = record.id;
         let local = self.stores.local()?;
         let found = find(&local, id)?;
         let checkpoint = match found {
-            // The process was killed before it could note that.
+            // A process was killed after it imported the file and before it recorded that.
             Some(checkpoint) => checkpoint,
             None => {
                 let path = self.staging.staged(id);
@@ -249,7 +250,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Deletes what is durable from the local store, while nothing else writes to it.
+    /// Deletes what is no longer needed from the local store, the staging folder and the queue.
+    /// Nothing else writes to the local store meanwhile.
     fn tidy(&self, how: Tidy) {
         let records = self.queue.list();
         if let Err(e) = self.stores.tidy_local(&records, how) {
@@ -266,13 +268,13 @@ impl Worker {
         });
     }
 
-    /// The checkpoint of the local store becomes one of the store.
+    /// Copies a checkpoint of the local store to the store.
     fn upload(&self, record: &Record) -> s4weights::Result<()> {
         let started = Instant::now();
         let id = record.id;
         self.queue.show(id, State::Uploading);
         let remote = self.stores.remote()?;
-        // A process that was killed may have listed it.
+        // A killed process may have listed it.
         for attempt in &record.attempts {
             if remote.settle(*attempt)? {
                 return self.durable(record, *attempt, started);
@@ -281,7 +283,7 @@ impl Worker {
         if !record.attempts.is_empty() {
             self.update(id, |r| r.attempts.clear())?;
         }
-        // A journal that was lost did not say so.
+        // If the journal was lost, so were the attempts: look for the submission's tag.
         if let Some(known) = find(&remote, id)? {
             return self.durable(record, known.id(), started);
         }
@@ -318,7 +320,7 @@ impl Worker {
         };
         let copy = match copy {
             Some(copy) => copy,
-            // What it is a delta of is not there any more: it goes as a base.
+            // Its parent is not there any more: it goes as a base.
             None => {
                 let loaded = local.load_id(own, None)?;
                 let about = &loaded.checkpoint().about;
@@ -333,7 +335,7 @@ impl Worker {
         self.durable(record, copy, started)
     }
 
-    /// A checkpoint will not become durable.
+    /// Marks a checkpoint as failed: it will not become durable.
     fn give_up(&self, record: &Record, why: &str) {
         tracing::error!(id = %record.id, step = record.step, why);
         let fail = |r: &mut Record| (r.state, r.error) = (State::Failed, Some(why.to_owned()));
@@ -351,8 +353,9 @@ impl Worker {
         })
     }
 
-    /// Of the checkpoints that were submitted later and a store lists already, the oldest: the newest went
-    /// first, or this one had to be tried again. A trainer that resumes wants the one that it submitted last.
+    /// The oldest of the checkpoints that were submitted later but are listed already, because the
+    /// newest went first or this one had to be tried again. This one is listed before it: a trainer
+    /// that resumes wants the checkpoint that it submitted last.
     fn oldest_after(
         &self,
         record: &Record,
@@ -371,7 +374,7 @@ impl Worker {
         Ok(oldest.map(|c| c.id()))
     }
 
-    /// The copy in the store of a checkpoint of the local one.
+    /// The store's copy of a checkpoint of the local store.
     fn copy_of(&self, local: CheckpointId) -> Option<CheckpointId> {
         let records = self.queue.list();
         records.iter().find(|r| r.local == Some(local)).and_then(|r| r.remote)
@@ -421,7 +424,7 @@ fn at(record: &Record, action: &'static str, source: io::Error) -> Error {
     Error::Io { target: format!("submission {}", record.id), action, source }
 }
 
-/// Whether an upload failed because of what the checkpoint is a delta of.
+/// Whether an upload failed because of the checkpoint's parent.
 fn is_parents(e: &Error) -> bool {
     match e {
         Error::Argument(_) => true,
@@ -447,7 +450,7 @@ pub(crate) fn kind(e: &Error) -> &'static str {
     }
 }
 
-/// Numbers that are not finite cannot be stored.
+/// Whether all numbers are finite: others cannot be stored.
 pub(crate) fn finite(metrics: &BTreeMap<String, f64>) -> bool {
     metrics.values().all(|value| value.is_finite())
 }

@@ -1,6 +1,7 @@
-//! A bucket that is cut off, slow, full or closed: what was accepted waits, the runner says what is wrong, and
-//! goes on by itself. On the first server of `S4_TEST_S3=name=http://127.0.0.1:port,...`, whose bucket is
-//! `s4test`; `cargo xtask test` starts some.
+//! A bucket that is cut off, slow, full or closed: accepted checkpoints wait, the runner says what
+//! is wrong, and goes on by itself. Uses the first server of
+//! `S4_TEST_S3=name=http://127.0.0.1:port,...`, with the bucket `s4test`; `cargo xtask test` starts
+//! such servers.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -36,7 +37,7 @@ fn setup() -> Option<(Setup, Line, String)> {
     Some((Setup::new(&more), line, url))
 }
 
-/// Waits until the runner says of the store what it should.
+/// Waits until the runner is ready, or is not, and its metric agrees; returns what `/readyz` said.
 fn wait_ready(daemon: &Daemon<'_>, ready: bool) -> String {
     let end = Instant::now() + LONG;
     loop {
@@ -52,7 +53,7 @@ fn wait_ready(daemon: &Daemon<'_>, ready: bool) -> String {
     }
 }
 
-/// What is in the bucket, read past the line's faults.
+/// Checks what is in the bucket, with the line's fault removed.
 fn check(line: &Line, url: &str, steps: &[u64]) {
     line.set(Fault::None);
     let options: StorageOptions = [
@@ -64,7 +65,7 @@ fn check(line: &Line, url: &str, steps: &[u64]) {
     .map(|(k, v)| (k.to_owned(), v.to_owned()))
     .into();
     let store = CheckpointStore::open(url, &options, Default::default()).unwrap();
-    // One that waits after a failure may let the next one go first, and is listed before it all the same.
+    // A checkpoint that waits after a failure may be uploaded after the next one, but is listed before it.
     let listed: Vec<u64> = store.list().unwrap().iter().map(|c| c.step()).collect();
     assert_eq!(listed, steps);
     for &step in steps {
@@ -73,7 +74,7 @@ fn check(line: &Line, url: &str, steps: &[u64]) {
     }
 }
 
-/// A checkpoint before the fault, two during it, one after it; gives what the runner said.
+/// A checkpoint before the fault, two during it, one after it; returns what the runner said during it.
 fn survives(fault: Fault) -> Option<String> {
     let (setup, line, url) = setup()?;
     let daemon = setup.start();
@@ -119,7 +120,7 @@ fn a_permission_that_is_taken_away_delays_and_loses_nothing() {
     assert!(!said.contains("hush"), "{said}");
 }
 
-/// A line of 2 kB a second needs longer for a checkpoint than requests may be silent.
+/// At 2 kB a second, a checkpoint takes longer than a request may be silent.
 #[test]
 fn a_slow_bucket_is_no_failure() {
     let Some((setup, line, url)) = setup() else { return };

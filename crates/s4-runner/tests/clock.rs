@@ -1,5 +1,6 @@
-//! A clock that is set while the runner works: by a day, forward and back. Nothing is lost, nothing is late, and the
-//! runner says so. With `libfaketime`, which sets the clock for one process alone.
+//! A clock that is set while the runner works: by a day, forward and back. Nothing is lost or late,
+//! and the runner's figures are right. Uses `libfaketime`, which sets the clock for one process
+//! alone.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -19,7 +20,7 @@ fn child() {
     common::be_the_child();
 }
 
-/// Where Debian and Fedora have it.
+/// The library's path on Debian and Fedora.
 fn library() -> Option<PathBuf> {
     let folders =
         ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
@@ -27,7 +28,7 @@ fn library() -> Option<PathBuf> {
     paths.into_iter().find(|path| path.exists())
 }
 
-/// Sets the clock of the runner: an offset from the true one.
+/// Sets the runner's clock, as an offset from the true time.
 fn set_clock(setup: &Setup, offset: &str) {
     let path = setup.path("clock");
     fs::write(path.with_extension("new"), format!("{offset}\n")).unwrap();
@@ -37,7 +38,7 @@ fn set_clock(setup: &Setup, offset: &str) {
 fn start<'a>(setup: &'a Setup, library: &std::path::Path) -> Daemon<'a> {
     setup.start_with("", |command| {
         command.env("LD_PRELOAD", library).env("FAKETIME_TIMESTAMP_FILE", setup.path("clock"));
-        // Nobody sets the steady clock, and times of files come from the system.
+        // The steady clock and the times of files stay the real ones.
         command.env("DONT_FAKE_MONOTONIC", "1").env("NO_FAKE_STAT", "1");
         command.env("FAKETIME_NO_CACHE", "1");
     })
@@ -47,7 +48,7 @@ fn status(daemon: &Daemon<'_>) -> Value {
     daemon.get("/v1/status").json()
 }
 
-/// By how many seconds the runner's clock is ahead, as a submission of now shows.
+/// By how many seconds the runner's clock is ahead, as a submission made just now shows.
 fn ahead(setup: &Setup, id: Uuid) -> f64 {
     let shown = setup.wait(id, "staged")["submitted_ms"].as_f64().unwrap();
     let true_ms = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
@@ -66,14 +67,14 @@ fn a_clock_that_is_set_by_a_day_delays_and_loses_nothing() {
     let daemon = start(&setup, &library);
     let before = setup.save(1);
     assert_eq!(setup.wait(before, "durable")["state"], "durable");
-    // Something that a trainer has not submitted yet.
+    // A file that a trainer has not submitted yet.
     let (late, late_step) = (Uuid::new_v4(), 2);
     common::write_checkpoint(&setup.offered(late), late_step);
     let mut steps = vec![1];
     for (n, (offset, seconds)) in
         [("+86400", DAY), ("-86400", -DAY), ("+0", 0.0)].iter().enumerate()
     {
-        // What waits while the clock is set waits no longer for that.
+        // A checkpoint that waits while the clock is set does not wait longer for it.
         let store = setup.store();
         let aside = setup.path("store-aside");
         fs::rename(&store, &aside).unwrap();
@@ -93,7 +94,7 @@ fn a_clock_that_is_set_by_a_day_delays_and_loses_nothing() {
             metrics.lines().find(|l| l.starts_with("s4w_runner_durable_lag_seconds ")).unwrap();
         let shown: f64 = line.split(' ').nth(1).unwrap().parse().unwrap();
         assert!(shown >= lag && shown < lag + 60.0, "{line}");
-        // A deadline is as far away as it was.
+        // A deadline is not moved.
         let began = Instant::now();
         let open = setup.ask("POST", "/v1/flush", Some(&json!({ "timeout_ms": 1500 }))).unwrap();
         assert_eq!(open.json()["open"], 2, "{}", open.text);
@@ -116,11 +117,11 @@ fn a_clock_that_is_set_by_a_day_delays_and_loses_nothing() {
         assert_eq!(state["durable_lag_seconds"], 0.0);
         assert_eq!(state["last_durable"]["step"], *steps.last().unwrap());
     }
-    // It lay there for minutes, whatever the clock said.
+    // The file lay there for minutes only, whatever the clock said.
     assert_eq!(setup.submit(late, late_step).status, 200);
     assert_eq!(setup.wait(late, "durable")["state"], "durable");
     steps.push(late_step);
-    // The newest is what was submitted last, and retired copies go from the local drive.
+    // The newest checkpoint is the one submitted last, and retired copies leave the local drive.
     let listed: Vec<u64> = setup.open_store().list().unwrap().iter().map(|c| c.step()).collect();
     assert_eq!(listed, steps);
     let kept = fs::read_dir(setup.path("state/staging/local/ck")).unwrap().count();

@@ -30,7 +30,7 @@ fn what_is_accepted_becomes_durable_to_the_bit() {
         assert_eq!(done["state"], "durable", "{done}");
     }
     setup.check_store(&[10, 20, 30, 40, 50]);
-    // The same again changes nothing; another step under the same id is refused.
+    // Submitting again changes nothing; another step under the same id is refused.
     assert_eq!(setup.submit(ids[0], 10).json()["state"], "durable");
     assert_eq!(setup.submit(ids[0], 11).status, 409);
     assert_eq!(
@@ -45,7 +45,7 @@ fn what_is_accepted_becomes_durable_to_the_bit() {
     assert_eq!(daemon.get("/readyz").status, 200);
     daemon.stop();
     setup.check_store(&[10, 20, 30, 40, 50]);
-    // Of the local copies the newest stay, and what they need.
+    // The newest local copies stay, with their ancestors.
     let staging = setup.path("state/staging");
     assert_eq!(fs::read_dir(staging.join("queue")).unwrap().count(), 0);
     assert!(fs::read_dir(staging.join("local/ck")).unwrap().count() <= 4);
@@ -64,7 +64,7 @@ fn a_death_at_any_point_loses_nothing_and_lists_nothing_twice() {
         for step in 1..=3 {
             let id = Uuid::new_v4();
             write_checkpoint(&setup.offered(id), step);
-            // It may die before it answers: then it is asked again.
+            // The runner may die before it answers; then the trainer submits again.
             let answer =
                 setup.ask("POST", "/v1/submissions", Some(&json!({"id": id, "step": step})));
             accepted.push((id, step, answer.is_ok_and(|a| a.status == 200)));
@@ -103,7 +103,7 @@ fn a_store_that_cannot_be_reached_delays_and_loses_nothing() {
     assert!(why.contains("the store: "), "{why}");
     let metrics = daemon.get("/metrics").text;
     assert!(metrics.contains("s4w_runner_store_reachable 0"), "{metrics}");
-    // A shutdown takes no longer than it may, and the next start goes on.
+    // A shutdown stays within its limit, and the next start goes on.
     let began = Instant::now();
     daemon.stop();
     assert!(began.elapsed() < Duration::from_secs(15));
@@ -134,7 +134,7 @@ fn a_damaged_checkpoint_fails_and_holds_up_no_other() {
     bytes[middle] ^= 1;
     fs::write(&path, bytes).unwrap();
     assert_eq!(setup.submit(id, 1).status, 200);
-    // No checkpoint at all.
+    // A file that is no checkpoint at all.
     let other = Uuid::new_v4();
     fs::write(setup.offered(other), "abc").unwrap();
     assert_eq!(setup.submit(other, 3).status, 200);
@@ -145,7 +145,7 @@ fn a_damaged_checkpoint_fails_and_holds_up_no_other() {
     assert!(failed["error"].as_str().unwrap().contains(&id.to_string()), "{failed}");
     assert_eq!(setup.wait(good, "durable")["state"], "durable");
     assert_eq!(daemon.get("/healthz").status, 503);
-    // Until somebody has seen it.
+    // Until the failed ones are forgotten.
     let forget =
         |id: Uuid| setup.ask("POST", "/v1/forget", Some(&json!({ "id": id }))).unwrap().status;
     assert_eq!((forget(id), forget(other), forget(id), forget(good)), (200, 200, 404, 404));
@@ -157,7 +157,7 @@ fn a_damaged_checkpoint_fails_and_holds_up_no_other() {
 #[test]
 fn a_quota_refuses_and_recovers() {
     let setup = Setup::new("quota_bytes = 100000\n");
-    // What is accepted stays where it is, for now.
+    // Nothing that is accepted becomes durable, for now.
     fs::write(setup.store(), "").unwrap();
     let daemon = setup.start();
     let mut kept = vec![];
@@ -210,7 +210,7 @@ fn it_restores_from_the_nearest_tier_that_is_sound() {
     };
     check(&restore(json!({})), 6, "local");
     check(&restore(json!({ "id": ids[5] })), 6, "local");
-    // What the local drive keeps no more is not looked for there.
+    // A checkpoint that the local drive no longer has is not looked for there.
     let path = setup.path("state/staging/local");
     let local = CheckpointStore::open_read_only(
         &path.to_string_lossy(),
@@ -266,8 +266,8 @@ fn what_was_lost_with_the_drive_is_said_to_be() {
     setup.check_store(&[2]);
 }
 
-/// In place of the wheel's `s4w`, whose own tests convert real files: it is given a `.s4w` file to copy, or a folder
-/// with one.
+/// Writes a stand-in for the wheel's `s4w`, whose own tests convert real files: it copies a `.s4w`
+/// file, or the one in a folder.
 fn make_converter(program: &Path) {
     let script = "#!/bin/sh\n[ \"$1\" = compress ] || exit 2\n[ -d \"$2\" ] && set \"$1\" \"$2/__0_0.distcp\" \"$3\"\n\
                   cp \"$2\" \"$3\"\n";
@@ -275,7 +275,7 @@ fn make_converter(program: &Path) {
     fs::set_permissions(program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
 }
 
-/// Waits until something is as it should be.
+/// Waits until a condition holds.
 fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let end = Instant::now() + LONG;
     while !is_so() {
@@ -310,7 +310,7 @@ fn files_that_are_dropped_into_a_folder_become_durable() {
     assert_eq!(fs::read_to_string(folder.join("step_8.pt")).unwrap(), "this is no checkpoint");
 }
 
-/// A folder as PyTorch leaves it: the metadata are there last.
+/// A folder as PyTorch writes it, until the metadata gets its final name.
 fn write_folder(path: &Path, step: u64) {
     fs::create_dir_all(path).unwrap();
     write_checkpoint(&path.join("__0_0.distcp"), step);
@@ -336,11 +336,11 @@ fn folders_of_torch_become_durable_once_they_are_complete() {
     write_folder(&seven, 7);
     write_folder(&eight, 8);
     complete(&eight);
-    // One with something else in it is taken, and stays.
+    // A folder with something else in it is taken, and stays.
     write_folder(&nine, 9);
     fs::write(nine.join("tokenizer.json"), "mine").unwrap();
     complete(&nine);
-    // One that is written again, as its times tell.
+    // A folder that is being rewritten, according to its times.
     write_folder(&ten, 10);
     complete(&ten);
     let file = fs::File::options().write(true).open(ten.join("__1_0.distcp")).unwrap();
@@ -355,7 +355,7 @@ fn folders_of_torch_become_durable_once_they_are_complete() {
             .map_or(vec![], |store| store.list().unwrap().iter().map(|c| c.step()).collect())
     };
     until("9 is durable", || steps() == [9]);
-    // Two more looks.
+    // Enough time for two more looks.
     std::thread::sleep(Duration::from_secs(5));
     assert_eq!(steps(), [9], "7 is not complete, 8 is another folder's, 10 is being written");
     assert!(nine.join("tokenizer.json").exists() && nine.join(".metadata").exists());
@@ -363,7 +363,7 @@ fn folders_of_torch_become_durable_once_they_are_complete() {
     assert!(daemon.get("/metrics").text.contains(refused), "10 is said to be refused, once");
     complete(&seven);
     until("7 is removed", || !seven.exists());
-    // Its metadata come at last.
+    // Its new metadata arrives at last.
     fs::write(ten.join(".metadata.tmp"), "metadata of the second time").unwrap();
     complete(&ten);
     let file = fs::File::options().write(true).open(ten.join(".metadata")).unwrap();
@@ -397,7 +397,7 @@ fn a_folder_is_removed_whole_though_the_process_is_killed() {
     let mut daemon = setup.start_with("durable:1", |_| {});
     assert!(!daemon.wait().success());
     drop(daemon);
-    // As a process leaves it that is killed while it removes.
+    // What a process leaves that is killed during a removal.
     let hidden = folder.join(".s4w-removed-step_1");
     fs::rename(folder.join("step_1"), &hidden).unwrap();
     fs::remove_file(hidden.join(".metadata")).unwrap();

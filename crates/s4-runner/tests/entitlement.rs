@@ -1,4 +1,5 @@
-//! The entitlement: every answer, what the runner makes of it, and what it has not done by then.
+//! The entitlement: every kind of answer, what the runner makes of it, and what it must not have
+//! done by then.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "tests")]
@@ -27,10 +28,10 @@ fn child() {
     common::be_the_child();
 }
 
-/// A runner that was asked whether it may run: what came of it.
+/// What became of a runner that had to find out whether it may run.
 struct Outcome {
     code: Option<i32>,
-    /// What it told systemd, as long as it ran.
+    /// What it told systemd while it ran.
     told: Vec<String>,
     touched_gpu: bool,
     listened: bool,
@@ -91,7 +92,7 @@ impl Outcome {
     }
 }
 
-/// Tries all cases side by side.
+/// Checks all cases in parallel.
 fn all<T: Sync>(cases: &[T], check: impl Fn(&T) + Sync) {
     std::thread::scope(|scope| {
         let check = &check;
@@ -104,7 +105,7 @@ struct Signer {
     public: PathBuf,
 }
 
-/// The one whose replies count, and another one: making keys takes long.
+/// The signer whose replies count, and another one. Made once, because making keys takes long.
 static SIGNER: LazyLock<Signer> = LazyLock::new(|| Signer::new("signer.pub"));
 static STRANGER: LazyLock<Signer> = LazyLock::new(|| Signer::new("stranger.pub"));
 
@@ -151,7 +152,7 @@ fn claims(request: &Request) -> Value {
     })
 }
 
-/// The answer of the service to a request, made by `change` of what would be a yes.
+/// Decides with a metering service whose reply `change` makes from the claims of a yes.
 fn usage(change: impl Fn(&Signer, Value) -> Reply + Send + Sync + 'static) -> (Outcome, Server) {
     LazyLock::force(&STRANGER);
     let key = &SIGNER.public;
@@ -250,7 +251,7 @@ fn a_yes_after_a_failure_counts() {
     assert_eq!(server.asked("/"), 2);
 }
 
-/// A way to answer that is no yes.
+/// Makes a reply that is no yes.
 type Answer = fn(&Signer, Value) -> Reply;
 
 #[test]
@@ -382,7 +383,7 @@ fn any_other_instance_may_not() {
             decide(&identity(&server, product)).check_refused(77, case);
         },
     );
-    // A machine that is none of AWS's, and one whose metadata does not answer.
+    // A machine that is not AWS's, and one whose metadata service fails.
     let none = Server::start(|_| Reply::new(404, ""));
     decide(&identity(&none, PRODUCT)).check_refused(77, "no metadata");
     let broken = Server::start(|_| Reply::new(500, ""));

@@ -1,6 +1,6 @@
-//! The runner's own drive is full: journal, staging folder and local store. What was accepted stays, the runner says
-//! what is wrong, and goes on by itself once there is room. On a small file system in memory, where the system lets a
-//! test mount one.
+//! The runner's own drive is full: journal, staging folder and local store. Accepted checkpoints
+//! stay, the runner says what is wrong, and goes on by itself once there is room. Uses a small file
+//! system in memory, where the system lets a test mount one.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -17,7 +17,7 @@ use common::{Daemon, LONG, Setup, write_checkpoint};
 use serde_json::Value;
 use uuid::Uuid;
 
-/// Set for a test that runs where it may mount.
+/// Set in the run of a test that may mount.
 const MAY_MOUNT: &str = "S4W_TEST_MAY_MOUNT";
 
 #[test]
@@ -25,14 +25,14 @@ fn child() {
     common::be_the_child();
 }
 
-/// Runs the test of this name again, as the root of a namespace of its own; whether this is that run.
+/// Runs the test of this name again, as the root of a namespace of its own. Returns true in that second run.
 fn may_mount(test: &str) -> bool {
     if std::env::var_os(MAY_MOUNT).is_some() {
         return true;
     }
     let mut unshare = Command::new("unshare");
     unshare.args(["--mount", "--map-root-user", "sh", "-c"]);
-    // What cannot be mounted is found out first.
+    // First find out whether mounting works.
     unshare
         .arg("mount -t tmpfs -o size=1m none /tmp && umount /tmp || exit 77; exec \"$@\"")
         .arg("sh");
@@ -52,7 +52,7 @@ fn may_mount(test: &str) -> bool {
     false
 }
 
-/// A small drive, until it is dropped.
+/// A small drive, mounted until this is dropped.
 struct Drive(PathBuf);
 
 impl Drive {
@@ -70,11 +70,11 @@ impl Drive {
         self.0.join("filler")
     }
 
-    /// Leaves so many bytes free.
+    /// Fills the drive until `free` bytes are left.
     fn fill(&self, free: u64) {
         let mut file = fs::File::options().create(true).append(true).open(self.filler()).unwrap();
         while file.write_all(&[7; 4096]).is_ok() {}
-        // The last page may be a part of one.
+        // The last page may be written in part.
         let len = file.metadata().unwrap().len();
         file.set_len(len - free.min(len)).unwrap();
     }
@@ -102,7 +102,7 @@ fn ready(daemon: &Daemon<'_>) {
     until("it is ready", || daemon.get("/readyz").status == 200);
 }
 
-/// Something else is where the store should be.
+/// Puts something else where the store should be.
 fn take_store_away(setup: &Setup) {
     if setup.store().exists() {
         fs::rename(setup.store(), setup.path("aside")).unwrap();
@@ -117,7 +117,7 @@ fn bring_store_back(setup: &Setup) {
     }
 }
 
-/// Waits until the staged file of what is verified is removed, which makes room.
+/// Waits until the staged file of a verified checkpoint is removed, which makes room.
 fn wait_for_removal(setup: &Setup, id: Uuid) {
     let staged = setup.path("state/staging/queue").join(format!("{id}.s4w"));
     until("its staged file is removed", || !staged.exists());
@@ -158,7 +158,7 @@ fn a_full_drive_refuses_and_recovers() {
     ready(&daemon);
     assert_eq!(setup.submit(second, 2).status, 200);
     assert_eq!(setup.wait(second, "durable")["state"], "durable");
-    // What was verified before becomes durable though the drive is full: that is what makes room.
+    // A verified checkpoint becomes durable although the drive is full: that is what makes room.
     take_store_away(&setup);
     let third = setup.save(3);
     setup.wait(third, "verified");
@@ -166,10 +166,10 @@ fn a_full_drive_refuses_and_recovers() {
     drive.fill(0);
     bring_store_back(&setup);
     assert_eq!(setup.wait(third, "durable")["state"], "durable");
-    // The room that was kept for that is lost to others.
+    // Now other files take the runner's reserved room as well.
     drive.fill(0);
     assert_eq!(daemon.get("/readyz").status, 503);
-    // A process that is killed then starts on a full drive.
+    // The next process, after a kill, starts on a full drive.
     let mut daemon = daemon;
     daemon.child.kill().unwrap();
     daemon.wait();
@@ -197,7 +197,7 @@ fn what_cannot_be_compressed_for_want_of_room_waits() {
     ));
     let drive = Drive::mount(setup.path("state"), 4096);
     let daemon = setup.start();
-    // The local store is there, and empty.
+    // The local store exists, and is empty.
     until("the local store is made", || setup.path("state/staging/local/repo.json").exists());
     let id = offer(&setup, 1);
     drive.fill(12 << 10);
@@ -210,13 +210,13 @@ fn what_cannot_be_compressed_for_want_of_room_waits() {
         daemon.get("/v1/status").json()["durable_lag_seconds"].clone()
     };
     assert!(lag(&daemon).as_f64().unwrap() > 0.0);
-    // What is dropped into the watched folder waits outside.
+    // A file that is dropped into the watched folder waits there.
     fs::write(folder.join("step_2.pt"), vec![0; 1 << 20]).unwrap();
     std::thread::sleep(Duration::from_secs(3));
     assert!(!daemon.get("/metrics").text.contains("kind=\"watch\""), "it is not given up");
     drive.make_room();
     assert_eq!(setup.wait(id, "durable")["state"], "durable");
-    // Now it is converted, which this converter cannot do.
+    // Now it is given to the converter, which fails here.
     until("it is looked at again", || daemon.get("/metrics").text.contains("kind=\"watch\"} 1"));
     ready(&daemon);
     assert_eq!(lag(&daemon), 0.0);
@@ -238,7 +238,7 @@ fn a_drive_that_the_runner_itself_filled_is_emptied_by_it() {
         setup.wait(*id, "verified");
         wait_for_removal(&setup, *id);
     }
-    // One more is accepted, and then there is no room to compress it, nor will be from elsewhere.
+    // One more is accepted, and then there is no room to compress it, and nobody else will make any.
     let last = offer(&setup, 6);
     drive.fill(12 << 10);
     assert_eq!(setup.submit(last, 6).status, 200);

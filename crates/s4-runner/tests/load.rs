@@ -18,7 +18,7 @@ fn child() {
     common::be_the_child();
 }
 
-/// Saves a checkpoint through whatever happens: submits until that is acknowledged.
+/// Saves a checkpoint whatever happens: submits it until that is acknowledged.
 fn save(setup: &Setup, step: u64) -> Uuid {
     let id = Uuid::new_v4();
     while !setup.offered(id).parent().is_some_and(|folder| folder.is_dir()) {
@@ -86,7 +86,7 @@ fn whatever_is_accepted_is_durable_once_though_it_is_killed_at_random() {
         let mut random: u64 = 88_172_645_463_325_252;
         for kill in 0..=kills {
             let mut daemon = setup.start();
-            // The last one stays until all is accepted.
+            // The last runner stays until everything is accepted.
             random ^= random << 13;
             random ^= random >> 7;
             random ^= random << 17;
@@ -137,6 +137,6 @@ fn whatever_is_accepted_is_durable_once_though_it_is_killed_at_random() {
         began.elapsed().as_secs_f64(),
         most_disk >> 10
     );
-    // The journal, what is on its way within the quota, and the local store.
+    // The journal, checkpoints on their way (within the quota), and the local store.
     assert!(most_disk < 4 * quota as u64, "{most_disk} bytes of disk");
 }

@@ -1,4 +1,4 @@
-//! What a runner holds of the machine's memory when there is nothing to do.
+//! How much of the machine's memory a runner holds when it has nothing to do.
 
 #![cfg(all(target_os = "linux", target_env = "gnu"))]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -16,7 +16,7 @@ fn child() {
     common::be_the_child();
 }
 
-/// Of each tensor.
+/// Values of each tensor.
 const VALUES: u64 = 2 << 20;
 
 /// 32 MiB of values, in tensors of 8 MiB.
@@ -35,7 +35,7 @@ fn write_large(path: &Path, step: u64) {
     writer.finish(Default::default()).unwrap();
 }
 
-/// KiB of memory that no file stands behind.
+/// KiB of resident memory that is not backed by a file.
 fn own_kib(pid: u32) -> u64 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = text.lines().find_map(|l| l.strip_prefix("RssAnon:")).unwrap();

@@ -200,7 +200,7 @@ fn the_socket_is_for_its_users_alone() {
         daemon.stop();
         return;
     }
-    // Another user, who gets as far as the socket, is told that it may not.
+    // Another user who can connect to the socket is refused.
     std::fs::set_permissions(setup.dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
     std::fs::set_permissions(setup.path("s4w.sock"), PermissionsExt::from_mode(0o666)).unwrap();
     let ask = |uid: u32, method: &str, path: &str| {
@@ -225,7 +225,7 @@ fn the_socket_is_for_its_users_alone() {
         assert_eq!(ask(12345, "POST", path), 403, "{path}");
     }
     daemon.stop();
-    // One that is named may submit, and not end the service.
+    // A user named in `allow_uids` may submit, but not end the service.
     let setup = Setup::new("allow_uids = [12345]\n");
     let daemon = setup.start();
     std::fs::set_permissions(setup.dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
@@ -298,7 +298,7 @@ fn a_spot_notice_is_heard_and_told() {
     assert_eq!(heard["interruption"]["detail"], "terminate at 2026-11-23T10:00:00Z");
     let status = daemon.get("/v1/status").json();
     assert_eq!(status["mode"], "urgent");
-    // The trainer's last checkpoint is accepted still.
+    // The trainer's last checkpoint is still accepted.
     let id = setup.save(1);
     assert_eq!(setup.wait(id, "durable")["state"], "durable");
     assert_eq!(imds.seen.lock().unwrap()[0].method, "PUT");
@@ -318,11 +318,11 @@ fn usr1_lets_the_newest_go_first() {
     std::fs::remove_file(setup.store()).unwrap();
     let durable_at = |id: &Uuid| setup.wait(*id, "durable")["durable_ms"].as_i64().unwrap();
     let times: Vec<i64> = ids.iter().map(durable_at).collect();
-    // The third is a delta of the first, which comes with it; the second is last.
+    // The third is a delta of the first, which must go before it; the second is last.
     assert!(times[2] <= times[1] && times[0] <= times[2], "{times:?}");
     daemon.stop();
     setup.check_store(&[1, 2, 3]);
-    // Whoever resumes gets the newest one, though it went first.
+    // A trainer that resumes gets the newest one, although it was uploaded first.
     let listed: Vec<u64> = setup.open_store().list().unwrap().iter().map(|c| c.step()).collect();
     assert_eq!(listed, [1, 2, 3]);
     assert_eq!(setup.open_store().latest().unwrap().unwrap().step(), 3);

@@ -13,7 +13,7 @@ fn child() {
     common::be_the_child();
 }
 
-/// What the page has become after its script ran.
+/// The page after its script ran; `None` without a browser.
 fn rendered(setup: &Setup, more: &[&str]) -> Option<String> {
     let mut browser = Command::new("chromium");
     browser.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]);

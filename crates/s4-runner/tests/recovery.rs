@@ -1,4 +1,4 @@
-//! What a runner does with what it finds at its start, and with what others did to its stores.
+//! What a runner does with the state that it finds at its start, and with what others did to its stores.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -21,7 +21,7 @@ fn child() {
     be_the_child();
 }
 
-/// Saves a step past the runner, as another machine does.
+/// Saves a step without the runner, as another machine does, with the values of step `of`.
 fn save_elsewhere(store: &Path, step: u64, of: u64) {
     let (url, none) = (store.to_string_lossy().into_owned(), Default::default());
     let store = CheckpointStore::open_or_create(&url, &none, Default::default()).unwrap();
@@ -30,7 +30,7 @@ fn save_elsewhere(store: &Path, step: u64, of: u64) {
     store.save(step, &[source], &SaveOptions::default()).unwrap();
 }
 
-/// The step that is restored, and which step's values it has.
+/// The step of the restored checkpoint, and the step that its values are of; `None` if there is none.
 fn restored(setup: &Setup, what: Value) -> Option<(u64, u64)> {
     let answer = setup.ask("POST", "/v1/restore", Some(&what)).unwrap();
     if answer.status == 404 {
@@ -50,7 +50,7 @@ fn is_verified(setup: &Setup, id: Uuid) {
     assert!(state == "verified" || state == "uploading", "{state}");
 }
 
-/// The store is away: what is accepted is verified, and stays.
+/// Makes the store unreachable: accepted checkpoints are verified, and wait.
 fn take_store_away(setup: &Setup) {
     fs::write(setup.store(), "").unwrap();
 }
@@ -70,7 +70,7 @@ fn what_others_saved_and_retired_counts() {
     let first = setup.save(100);
     setup.wait(first, "durable");
     assert_eq!(restored(&setup, json!({})), Some((100, 100)));
-    // Another machine goes on, and rewrites the step.
+    // Another machine goes on, and saves the step again.
     save_elsewhere(&setup.store(), 200, 200);
     save_elsewhere(&setup.store(), 100, 7);
     assert_eq!(restored(&setup, json!({ "step": 100 })), Some((100, 7)));
@@ -80,7 +80,7 @@ fn what_others_saved_and_retired_counts() {
     let newest = store.latest().unwrap().unwrap().id();
     store.retire(&[newest], "a test").unwrap();
     assert_eq!(restored(&setup, json!({})), Some((100, 7)));
-    // What is not durable yet is the newest.
+    // A checkpoint that is not durable yet is the newest.
     let last = setup.save(50);
     assert_eq!(restored(&setup, json!({})).unwrap().0, 50);
     setup.wait(last, "durable");
@@ -100,14 +100,14 @@ fn another_store_is_another_run() {
     assert_eq!(restored(&setup, json!({})), None);
     assert_eq!(restored(&setup, json!({ "step": 1 })), None);
     daemon.stop();
-    // What is on its way goes nowhere else.
+    // A checkpoint on its way to one store goes to no other.
     fs::remove_dir_all(&other).unwrap();
     fs::write(&other, "").unwrap();
     let daemon = setup.start();
     let open = setup.save(2);
     is_verified(&setup, open);
     daemon.signal("TERM");
-    // Once more: nothing is waited for.
+    // The second signal: nothing is waited for.
     daemon.stop();
     let setup = Setup { more: "drain_seconds = 1\n".into(), ..setup };
     assert_eq!(setup.spawn("", |_| {}).wait().code(), Some(78));
@@ -152,7 +152,7 @@ fn what_the_journal_lost_becomes_durable() {
                 std::thread::sleep(Duration::from_millis(20));
             }
         }
-        // A record that was put aside stays to be seen.
+        // A record that was put aside stays visible.
         assert_eq!(daemon.get("/healthz").status, if all { 200 } else { 503 });
         daemon.stop();
         let daemon = setup.start();
@@ -193,7 +193,7 @@ fn the_file_of_what_failed_stays_until_it_is_forgotten() {
     fs::write(setup.offered(id), vec![b'x'; 90_000]).unwrap();
     assert_eq!(setup.submit(id, 1).status, 200);
     assert_eq!(setup.wait(id, "durable")["state"], "failed");
-    // It takes room of the quota.
+    // It counts in the quota.
     let next = Uuid::new_v4();
     fs::write(setup.offered(next), vec![b'x'; 90_000]).unwrap();
     assert_eq!(setup.submit(next, 1).status, 507);

@@ -17,12 +17,12 @@ type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 const LEN: usize = 40;
 
-/// What a step holds: anyone can tell whether it was restored right.
+/// The content of a step, made from its number so that a restore can be checked.
 fn content(step: u64) -> Vec<u8> {
     (0..LEN as u64).map(|i| (step * 31 + i) as u8).collect()
 }
 
-/// Promises something: whoever reads this line may rely on it.
+/// Prints a promise: whoever reads the line may rely on it.
 fn say(line: std::fmt::Arguments<'_>) -> Outcome {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")?;
@@ -105,7 +105,7 @@ async fn judge(folder: &str) -> Outcome {
     if !report.is_clean() || !report.void.is_empty() {
         return Err(format!("{report:?}").into());
     }
-    // The folder can be used on.
+    // The folder is still usable.
     save(&store, 1000, None).await?;
     Ok(())
 }
@@ -113,7 +113,7 @@ async fn judge(folder: &str) -> Outcome {
 fn main() -> Outcome {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    // One thread for blocking calls: system calls come in one order.
+    // One thread for blocking calls, so that system calls come in a fixed order.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .max_blocking_threads(1)

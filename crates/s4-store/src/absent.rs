@@ -26,7 +26,7 @@ pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str) -> Error {
     }
 }
 
-/// What there is of a store.
+/// An object of a store's log or checkpoints, if there is any.
 async fn look(io: &Io, layout: &Layout) -> Result<Option<String>> {
     for part in [layout.log(), layout.checkpoints()] {
         match io.first_below(&part).await {

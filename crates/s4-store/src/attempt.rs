@@ -31,14 +31,15 @@ pub struct About {
     pub step: u64,
     /// Its parent: that checkpoint's [`Checkpoint::reference`].
     pub parent: Option<Reference>,
-    /// How many checkpoints the writer has made since the base, this one counted; 0 for a base. It is
-    /// kept with the checkpoint, so that a later writer knows its number in the chain, even when those
-    /// between are gone.
+    /// How many checkpoints the writer has made since the base, this one included; 0 for a base.
+    /// Stored with the checkpoint, so that a later writer knows its position in the chain even
+    /// after those in between are gone.
     pub since_base: u32,
-    /// The checkpoint whose content this full one also holds, and which it replaces.
+    /// The checkpoint with the same content that this full one replaces.
     pub replaces: Option<Reference>,
-    /// Its position in time ([`Checkpoint::order`]), if it is older than others that are listed already:
-    /// which one is the newest, and what retention keeps, goes by it. None: it is the newest.
+    /// Its position in time ([`Checkpoint::order`]), if it is older than checkpoints that are
+    /// already listed. The position decides which checkpoint is the newest and what retention
+    /// keeps. `None`: this one is the newest.
     pub order: Option<u64>,
     /// Bytes of the tensors before compression.
     pub raw_len: u64,
@@ -54,17 +55,17 @@ pub struct About {
 pub struct Attempt {
     inner: Arc<Inner>,
     id: CheckpointId,
-    /// The number in the key of its object 0: a rank's objects have others than those of other ranks.
+    /// The number in the key of its object 0: each rank's objects have their own range of numbers.
     first: u32,
-    /// Objects that it may have.
+    /// How many objects it may have.
     most: u32,
     uploads: JoinSet<Result<(u32, ObjectInfo)>>,
     objects: Vec<Option<ObjectInfo>>,
-    /// Which of them each rank stored.
+    /// How many of them each rank stored.
     parts: Parts,
-    /// Numbers that were given out.
+    /// Object numbers that are taken.
     taken: BTreeSet<u32>,
-    /// Whether what the checkpoint will need is there.
+    /// The parent, and the running check that everything the checkpoint needs of it is there.
     parent: Option<(Reference, JoinSet<Result<()>>)>,
 }
 
@@ -88,10 +89,10 @@ impl Store {
         Ok(self.attempt(CheckpointId::new(self.inner.options.ids.next()), 0, MAX_NUMBER))
     }
 
-    /// Begins rank `rank`'s part of a checkpoint that several processes store together: `id` is that of an
-    /// [`Attempt`] that one of them began. Ranks upload side by side. Each ends with
-    /// [`Attempt::finish_part`], and one lists the checkpoint with [`Store::gather`]; in a store with one
-    /// writer at a time, that one is the writer.
+    /// Begins rank `rank`'s part of a checkpoint that several processes store together: `id` is the
+    /// id of an [`Attempt`] that one of them began. Ranks upload in parallel. Each ends with
+    /// [`Attempt::finish_part`], and one of them lists the checkpoint with [`Store::gather`]; in a
+    /// store with one writer at a time, that one is the writer.
     ///
     /// # Errors
     /// [`Error::Limit`] for a rank beyond [`MAX_RANKS`](crate::MAX_RANKS); [`Error::Gone`] if the store was
@@ -103,8 +104,8 @@ impl Store {
         Ok(self.attempt(id, first, MAX_RANK_OBJECTS))
     }
 
-    /// The checkpoint `id` with all parts: what [`Attempt::finish_part`] gave each rank, in the order of
-    /// ranks. Nothing can be added to it; stage and publish it.
+    /// The attempt `id` with all its parts, which are what [`Attempt::finish_part`] returned to
+    /// each rank, in the order of ranks. Nothing can be added to it; stage and publish it.
     ///
     /// # Errors
     /// [`Error::Refused`] and [`Error::Locked`] as [`Store::begin`]; [`Error::Limit`] for too many ranks or
@@ -151,8 +152,8 @@ impl Attempt {
         Ok(n)
     }
 
-    /// As [`Attempt::put`], with the object's number: those of a checkpoint may come in any order,
-    /// each once, and none may be missing in the end.
+    /// As [`Attempt::put`], with the object's number given: the numbers of a checkpoint may come in
+    /// any order, each once, and in the end none may be missing.
     ///
     /// # Errors
     /// As [`Attempt::put`]; [`Error::Argument`] if the number is taken.
@@ -160,8 +161,8 @@ impl Attempt {
         self.upload(n, kind, bytes.into(), None).await
     }
 
-    /// As [`Attempt::put_as`], of bytes in one part or several, whose hash the caller knows. Nobody can read
-    /// the object if it is another's.
+    /// As [`Attempt::put_as`], for bytes in one or several parts, whose hash the caller knows. If
+    /// the hash is wrong, the object can never be read.
     ///
     /// # Errors
     /// As [`Attempt::put_as`].
@@ -202,7 +203,7 @@ impl Attempt {
             let key = inner.layout.part(id, Part::Data(number));
             let blake3 = match known {
                 Some(hash) => hash,
-                // It is in one part.
+                // The payload is in one part here, so this copies nothing.
                 None => hash(bytes.clone().into()).await,
             };
             inner.io.put_parts(&key, bytes).await?;
@@ -222,9 +223,9 @@ impl Attempt {
         Ok(())
     }
 
-    /// Begins to check, during the uploads, that every object that a delta of `parent` needs is there.
-    /// [`Attempt::stage`] does so if this was not called, and returns the result. Must be called within a
-    /// tokio runtime.
+    /// Starts to check, during the uploads, that every object that a delta of `parent` needs is
+    /// there. [`Attempt::stage`] starts the check if this was not called, and waits for its result.
+    /// Must be called within a tokio runtime.
     pub fn expect_parent(&mut self, parent: Reference) {
         if self.parent.as_ref().is_some_and(|(begun, _)| *begun == parent) {
             return;
@@ -239,8 +240,8 @@ impl Attempt {
     /// those of the checkpoint's ancestors.
     ///
     /// # Errors
-    /// The failure of an upload; [`Error::Argument`] if a metric is not finite; [`Error::Missing`] or
-    /// [`Error::Corrupt`] if something that the parent consists of is missing or has another size.
+    /// The failure of an upload; [`Error::Argument`] if a metric is not finite; [`Error::Missing`]
+    /// or [`Error::Corrupt`] if an object of the parent's chain is missing or has another size.
     pub async fn stage(mut self, blob: Bytes, about: About) -> Result<Staged> {
         if let Some(parent) = about.parent {
             self.expect_parent(parent);
@@ -281,7 +282,7 @@ impl Attempt {
         Ok(Staged { inner: self.inner, publish, manifest })
     }
 
-    /// Waits for the uploads of a rank's part and gives its objects, which [`Store::gather`] takes.
+    /// Waits for the uploads of a rank's part and returns its objects, for [`Store::gather`].
     ///
     /// # Errors
     /// The failure of an upload.
@@ -300,10 +301,10 @@ impl Attempt {
         })
     }
 
-    /// [`Attempt::stage`] and [`Staged::publish`].
+    /// [`Attempt::stage`], then [`Staged::publish`].
     ///
     /// # Errors
-    /// As these.
+    /// As those two.
     pub async fn publish(self, blob: Bytes, about: About) -> Result<Checkpoint> {
         self.stage(blob, about).await?.publish().await
     }
@@ -326,7 +327,7 @@ impl Staged {
         self.publish.id
     }
 
-    /// What a delta against it would name; only worth something once it is published.
+    /// The reference by which a delta names it as its parent; valid only once it is published.
     #[must_use]
     pub fn reference(&self) -> Reference {
         Reference { id: self.publish.id, manifest_blake3: self.publish.manifest_blake3 }
@@ -350,7 +351,7 @@ impl Staged {
         let entry = self.inner.append(|_| Ok(Some(op.clone()))).await?;
         let known = self.inner.known.lock().await;
         let listed = id.and_then(|id| known.state.get(id)).cloned();
-        // Another writer may have retired it in the meantime, and this process have read that.
+        // Another writer may have retired it since, and this process may already have read that.
         listed
             .or_else(|| entry.and_then(just_published))
             .ok_or_else(|| Error::NoCheckpoint { what: "was published".to_owned() })
@@ -379,7 +380,8 @@ impl Inner {
             .collect();
         wanted.insert(self.layout.part(publish.id, Part::Manifest), publish.manifest_len);
         if wanted.len() > LOOK_UP {
-            // A listing may be stale, so only what it shows as it should be needs no further look.
+            // A listing may be stale: only objects that it shows with the right size need no
+            // further look.
             for meta in self.io.list(&self.layout.checkpoint(publish.id), None).await? {
                 if wanted.get(&meta.location) == Some(&meta.size) {
                     wanted.remove(&meta.location);
@@ -399,8 +401,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Checks that all checkpoints of a parent's chain are there. What the log says of the parent is
-    /// checked before the commit, not here.
+    /// Checks that all checkpoints of a parent's chain are there. What the log says about the
+    /// parent is checked before the commit, not here.
     async fn check_parent(&self, child: CheckpointId, parent: Reference) -> Result<()> {
         let chain: Vec<Publish> = {
             let known = self.known.lock().await;
@@ -412,7 +414,8 @@ impl Inner {
         checks.buffer_unordered(self.concurrency()).try_collect::<()>().await
     }
 
-    /// Checks that the objects of a listed checkpoint are there, by their number and their bytes.
+    /// Checks that the objects of a listed checkpoint are there, in the number and with the total
+    /// size that the log says.
     pub(crate) async fn check_whole(&self, publish: &Publish) -> Result<()> {
         let of = || format!(": it belongs to checkpoint {} (step {})", publish.id, publish.step);
         let folder = self.layout.checkpoint(publish.id);
@@ -453,7 +456,7 @@ impl Inner {
         Err(Error::corrupt(folder, what))
     }
 
-    /// Deletes all objects of a checkpoint, the manifest last. Returns the bytes.
+    /// Deletes all objects of a checkpoint, the manifest last. Returns how many bytes they had.
     pub(crate) async fn delete_checkpoint(&self, id: CheckpointId) -> Result<u64> {
         let folder = self.layout.checkpoint(id);
         let mut found = self.io.list(&folder, None).await?;
@@ -474,7 +477,7 @@ impl Inner {
     }
 }
 
-/// The hash of a manifest is part of what a delta names: keep it with its id.
+/// A delta names its parent by both: the id and the manifest's hash.
 impl From<(CheckpointId, Digest)> for Reference {
     fn from((id, manifest_blake3): (CheckpointId, Digest)) -> Self {
         Self { id, manifest_blake3 }

@@ -17,15 +17,15 @@ impl Io {
         self.retrying("list", prefix, first).await
     }
 
-    /// What is directly below `prefix`: objects, and folders of objects. Missing places are as for
-    /// [`Self::list`].
+    /// What is directly below `prefix`: objects, and folders of objects. A missing place is handled
+    /// as by [`Self::list`].
     pub(crate) async fn list_level(&self, prefix: &Path) -> Result<ListResult> {
         let list = || self.store().list_with_delimiter(Some(prefix));
         self.retrying("list", prefix, list).await
     }
 
-    /// Deletes objects, or finds them gone, many with one request where the store can. Returns those
-    /// that may still be there, and why.
+    /// Deletes objects, which may be gone already, many with one request where the store can.
+    /// Returns those that may still be there, and why.
     pub(crate) async fn delete_all(
         &self,
         keys: Vec<Path>,

@@ -12,7 +12,7 @@ use crate::failure::Answer;
 pub enum Cause {
     /// Nobody listens at the address.
     Refused,
-    /// There is no way to the address.
+    /// There is no route to the address.
     Unreachable,
     /// The server's name is not known.
     Dns,
@@ -36,13 +36,13 @@ pub enum Cause {
     Throttled,
     /// The server failed (5xx).
     Server,
-    /// The server calls the request wrong (other 4xx).
+    /// The server says that the request is wrong (other 4xx).
     Rejected,
-    /// Something is there already, or not as expected; also another request at the same time.
+    /// Something exists already, or is not as expected; also a concurrent request.
     Conflict,
-    /// What was asked for does not exist there.
+    /// The server or file system does not support what was asked for.
     Unsupported,
-    /// No room, or a quota.
+    /// No space is left, or a quota is exhausted.
     DiskFull,
     /// A read-only file system.
     ReadOnly,
@@ -65,7 +65,7 @@ impl Cause {
         Answer::of(error).cause
     }
 
-    /// What a system's failure came from.
+    /// The cause of a system's I/O error.
     #[must_use]
     pub fn of_io(error: &io::Error) -> Self {
         use io::ErrorKind as K;
@@ -94,9 +94,9 @@ impl Cause {
         }
     }
 
-    /// Whether trying again is pointless. [`Cause::Conflict`] is no final answer: `object_store` makes
-    /// it of any 409, which also means that somebody else is at it. Neither is [`Cause::NotFound`]: a
-    /// folder may be removed and made again by others while a file is created in it.
+    /// Whether trying again is pointless. [`Cause::Conflict`] is not final: `object_store` reports
+    /// any 409 so, which may also mean a concurrent request. Neither is [`Cause::NotFound`]: others
+    /// may remove a folder and create it again while a file is created in it.
     #[must_use]
     pub fn is_permanent(self) -> bool {
         match self {
@@ -198,7 +198,7 @@ impl Cause {
         })
     }
 
-    /// The system's error number that says the same, where there is one.
+    /// The corresponding error number of the system, where there is one.
     #[must_use]
     #[cfg(target_os = "linux")]
     pub fn errno(self) -> Option<i32> {
@@ -229,7 +229,7 @@ impl Cause {
         Some(errno.raw_os_error())
     }
 
-    /// The system's error number that says the same: only known on Linux.
+    /// The corresponding error number of the system: only known on Linux.
     #[must_use]
     #[cfg(not(target_os = "linux"))]
     pub fn errno(self) -> Option<i32> {
@@ -255,7 +255,7 @@ impl Cause {
             507 => Self::DiskFull,
             503 if says("SlowDown") || says("ServerBusy") => Self::Throttled,
             500.. => Self::Server,
-            // Some answer 200 and tell of the failure in the body.
+            // Some servers answer 200 and report the failure in the body.
             _ if says("SlowDown") => Self::Throttled,
             _ => Self::Server,
         }

@@ -20,14 +20,14 @@ pub struct CheckOptions {
     /// Read every data object and compare its hash. Without this only manifests are read, and the
     /// sizes of objects compared.
     pub read_data: bool,
-    /// Read only this part of the data: the objects whose number in the store leaves the first number
-    /// when divided by the second.
+    /// Read only this part of the data, `(rest, of)`: the objects whose position in the store
+    /// leaves the remainder `rest` when divided by `of`.
     pub part: Option<(u64, u64)>,
     /// Only these checkpoints and what they need; all if empty.
     pub only: Vec<CheckpointId>,
 }
 
-/// A caller's own check of a checkpoint whose objects are all as they were stored.
+/// A caller's own check of a checkpoint, once all its objects are known to be as they were stored.
 #[async_trait::async_trait]
 pub trait Inspector: Send {
     /// Checks one checkpoint, whose chain is given as in [`State::chain`]; an error is a finding.
@@ -69,7 +69,7 @@ pub struct Finding {
 pub struct CheckReport {
     /// What is wrong.
     pub findings: Vec<Finding>,
-    /// Checkpoints that need a damaged one, and so cannot be restored though they are whole.
+    /// Checkpoints that are whole but cannot be restored, each with the damaged one that it needs.
     pub unusable: Vec<(CheckpointId, CheckpointId)>,
     /// Each checkpoint that was asked for, once, from the oldest to the newest.
     pub verdicts: Vec<(CheckpointId, Verdict)>,
@@ -84,7 +84,7 @@ pub struct CheckReport {
     pub bytes_read: u64,
     /// Attempts and retired checkpoints that still have objects, and their bytes.
     pub unlisted: BTreeMap<CheckpointId, u64>,
-    /// Those of `findings`.
+    /// The checkpoints in `findings`.
     damaged: BTreeSet<CheckpointId>,
 }
 
@@ -99,7 +99,7 @@ impl CheckReport {
         self.damaged.contains(&id)
     }
 
-    /// What the findings mean for each checkpoint.
+    /// Derives the verdict on each checkpoint from the findings.
     fn judge(&mut self, state: &State, asked: impl Fn(CheckpointId) -> bool) {
         for checkpoint in state.list() {
             let id = checkpoint.id();
@@ -161,7 +161,7 @@ impl Store {
         Ok(report)
     }
 
-    /// The state by the log alone, or what can be proved of it.
+    /// The state that the log alone defines, or what can be proved of it.
     async fn checked_log(&self, report: &mut CheckReport) -> Result<State> {
         let inner = &self.inner;
         match inner.replay().await {
@@ -193,7 +193,7 @@ impl Store {
         Ok(sizes)
     }
 
-    /// An error ends the check of this checkpoint: what follows could not be trusted.
+    /// Checks one checkpoint. An error ends its check: what follows could not be trusted.
     async fn check_one(
         &self,
         checkpoint: &Checkpoint,
@@ -225,7 +225,8 @@ impl Store {
         Ok(())
     }
 
-    /// A listing may be stale: what it does not show, or shows otherwise, is asked for by name.
+    /// Looks an object up by name, since the listing that misses it or has another size may be
+    /// stale.
     async fn look_up(&self, reading: &Reading, n: u32, len: u64, report: &mut CheckReport) {
         let key = self.inner.layout.part(reading.id(), Part::Data(n));
         let error = match self.inner.io.head(&key).await {
@@ -251,7 +252,7 @@ impl Store {
         };
         let numbers: Vec<_> = (0..reading.object_count()).filter(chosen).collect();
         let read = |n| async move {
-            // Objects count against the same memory as uploads.
+            // Objects count against the memory budget that uploads use.
             let len = reading.manifest().objects.get(n as usize).map_or(0, |o| o.len);
             let _permit = self.inner.io.reserve(usize::try_from(len).unwrap_or(usize::MAX)).await?;
             reading.object(n).await.map(|bytes| bytes.len() as u64)

@@ -1,13 +1,13 @@
 //! Makes commits safe on unsafe object stores, by checks before and after.
 //!
-//! A server that checks whether an object exists and then writes it can tell two writers that each created
-//! the same entry; the last write stays. And a folder can be removed, or a bucket emptied, while a writer
-//! has the store open. So a writer checks the newest entries that it knows before it creates the next one,
-//! and reads both back before it acknowledges anything.
+//! A server that checks whether an object exists and then writes it can tell each of two writers
+//! that it created the same entry; the last write stays. And a folder can be removed, or a bucket
+//! emptied, while a writer has the store open. So a writer checks the newest entries that it knows
+//! before it creates the next one, and reads both back before it acknowledges anything.
 //!
-//! Of two versions of an entry, the valid one is that whose hash the next entry names. Whoever knows
-//! its bytes puts it back, and the other writer commits again after it. A writer lists again any
-//! checkpoint that it acknowledged and no longer finds in the log.
+//! Of two versions of an entry, the valid one is the one whose hash the next entry names. Any
+//! writer that knows its bytes puts it back, and the other writer commits again after it. A writer
+//! lists again any checkpoint that it acknowledged and no longer finds in the log.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -25,34 +25,35 @@ use crate::replay::Known;
 use crate::state::State;
 use crate::store::Inner;
 
-/// How many own entries are looked after.
+/// How many of its newest entries a process remembers, to commit them again if they are lost.
 const REMEMBERED: usize = 16;
-/// How long after an entry of another writer there may be more.
+/// Other writers count as active for this long after an entry of theirs was seen.
 const NEAR: Duration = Duration::from_secs(60);
-/// How long it may take others to put the log in order, before and after a commit.
+/// How long other writers may take to put the log in order, before and after a commit.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(60));
-/// How many entries before the newest are read again, alone and while other writers are active.
+/// How many entries before the newest are read again: if no other writers are active, and if some
+/// are.
 const BEFORE: (u64, u64) = (1, 4);
-/// How many entries after one that does not fit tell what should be there.
+/// How many entries after one that does not fit are read, to find out what should be there.
 const AFTER: u64 = 8;
-/// Entries whose bytes are kept.
+/// How many entries' bytes are kept.
 const KEPT: usize = 64;
-/// The least and the most time that a late write of another writer is given.
+/// The least and the most time to wait for a late write of another writer.
 const SETTLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 
-/// What this process committed of late, and what it saw of others.
+/// What this process committed recently, and what it saw of other writers.
 #[derive(Debug, Default)]
 pub(crate) struct Own {
     done: VecDeque<Entry>,
-    /// What was acknowledged, is not in the log any more, and must be again.
+    /// Entries that were acknowledged, are not in the log any more, and must be committed again.
     owed: VecDeque<Entry>,
-    /// When an entry of another writer was seen to come.
+    /// When a new entry of another writer was last seen.
     others: Option<Instant>,
-    /// The state was read again since, from a log that had changed.
+    /// Whether the state was loaded again because the log had changed.
     pub(crate) reread: bool,
 }
 
-/// The bytes of entries that were read of late, of all versions.
+/// The bytes of recently read entries, in every version that was seen.
 #[derive(Debug, Default)]
 pub(crate) struct Recent(Mutex<VecDeque<(u64, Digest, Bytes)>>);
 
@@ -96,7 +97,7 @@ impl Own {
     }
 }
 
-/// Whether an operation that was committed has left no trace.
+/// Whether an operation that was committed has left no trace in the state.
 fn is_lost(state: &State, op: &Op) -> bool {
     match op {
         Op::Publish(publish) => state.get(publish.id).is_none() && state.dead(publish.id).is_none(),
@@ -142,8 +143,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Checks that the store is still there: by its newest entry, which is dealt with before the next
-    /// commit if it is another one.
+    /// Checks that the store is still there, by reading its newest known entry. If that is a
+    /// different one now, the next commit deals with it.
     pub(crate) async fn check_there(&self) -> Result<()> {
         let head = self.known.lock().await.state.head();
         if head == 0 {
@@ -160,7 +161,7 @@ impl Inner {
         Error::Gone { place: self.name.clone(), what }
     }
 
-    /// Reads entries in parallel: some may be absent, and of `newest` and later none may be damaged.
+    /// Reads entries in parallel. Entries may be absent; damage is an error only from `newest` on.
     async fn read_entries(&self, numbers: Range<u64>, newest: u64) -> Result<Entries> {
         let mut entries = Entries::new();
         for (n, seen) in self.read_each(numbers).await {
@@ -174,8 +175,8 @@ impl Inner {
         Ok(entries)
     }
 
-    /// Puts back every entry that is not the one which the entry after it names, from the newest on.
-    /// Says whether anything was put back.
+    /// From the newest entry backwards, puts back each entry whose hash is not the one that the
+    /// next entry names. Returns whether anything was put back.
     async fn mend(&self, entries: &mut Entries) -> Result<bool> {
         let (mut mended, mut after) = (false, None);
         for (n, (entry, hash)) in entries.iter_mut().rev() {
@@ -192,9 +193,10 @@ impl Inner {
         Ok(mended)
     }
 
-    /// Puts entry `n` back where another writer overwrote it after the next one had been written, which
-    /// names it by its hash: that writer finds out, and commits again after what is there. Gives the
-    /// entry, if its bytes are known and the next one is still there.
+    /// Puts back entry `n`, which another writer overwrote after the next entry had been written:
+    /// that one names the hash `wanted`. The other writer finds out and commits again after the
+    /// entries that are there. Returns the entry, if its bytes are known and the next entry is
+    /// still there.
     async fn put_back(&self, n: u64, wanted: Digest) -> Result<Option<Box<Entry>>> {
         let Some(bytes) = self.recent.get(n, wanted) else { return Ok(None) };
         self.check_repo().await?;
@@ -218,15 +220,15 @@ impl Inner {
         Ok(Some(entry))
     }
 
-    /// Reads the log again after an entry turned out to be another one than was known, and notes what
-    /// this process committed and must commit again.
+    /// Reads the log again after an entry turned out to differ from the known one, and notes which
+    /// of its own commits this process must repeat.
     async fn recover(&self, known: &mut Known) -> Result<()> {
         self.check_repo().await?;
         tracing::error!(
             store = %self.name, entry = known.state.head(),
             "the log is not the one that was there: its server let a writer overwrite an entry"
         );
-        // From nothing: the stored view may be of the entry that is gone.
+        // From the first entry: the stored view may end with the entry that is gone.
         known.state = Arc::new(self.replay_in_order().await?);
         known.viewed = 0;
         known.own.others = Some(Instant::now());
@@ -240,14 +242,14 @@ impl Inner {
         Ok(())
     }
 
-    /// Whether the log has this entry, by its write id.
+    /// Whether the log has this entry, identified by its write id.
     async fn is_there(&self, entry: &Entry) -> Result<bool> {
         let seen = self.read_slot(entry.n).await?;
         Ok(matches!(seen, Seen::Entry(found, _) if found.write_id == entry.write_id))
     }
 
-    /// One of the tries to commit an operation, if it is in the log after all: what had overwritten it
-    /// was overwritten itself.
+    /// The try to commit an operation that is in the log after all, if there is one: the entry that
+    /// had overwritten it was overwritten in turn.
     pub(crate) async fn landed(&self, known: &Known, tried: &[Entry]) -> Result<Option<Entry>> {
         for entry in tried {
             if entry.n <= known.state.head() && self.is_there(entry).await? {
@@ -257,8 +259,8 @@ impl Inner {
         Ok(None)
     }
 
-    /// Replays the log; where an entry does not fit the one before it, puts that in order or waits for
-    /// another writer who does.
+    /// Replays the log. Where an entry does not follow the one before it, mends the log or waits
+    /// for another writer to do so.
     async fn replay_in_order(&self) -> Result<State> {
         let end = Instant::now() + self.io.retry().deadline.min(PATIENCE.0);
         let mut pause = SETTLE.0;
@@ -296,7 +298,7 @@ impl Inner {
                 known.own.owed.pop_front();
                 return Err(Error::SaveLost { place: self.name.clone(), id: publish.id, why });
             }
-            // It is back.
+            // The operation is in the log again.
             known.own.owed.pop_front();
             known.own.done.push_back(entry);
         }
@@ -312,14 +314,14 @@ impl Inner {
     ) -> Result<()> {
         known.own.others = Some(Instant::now());
         match self.apply(known, other, hash) {
-            // It follows another entry than the one that was there a moment ago.
+            // It follows a different entry than the one that was there a moment ago.
             Err(e) if e.is_log_damage() => self.recover(known).await,
             other => other,
         }
     }
 
-    /// Whether and until when an entry may be written, where one writer at a time is allowed; or what
-    /// is in its place.
+    /// Until when `entry` may be written. In a store for one writer at a time the lease limits
+    /// that, and if the slot is already taken, what it holds is returned instead.
     pub(crate) async fn may_write(
         &self,
         entry: &Entry,
@@ -329,13 +331,13 @@ impl Inner {
         if let Seen::Entry(other, hash) = self.read_slot(entry.n).await? {
             return Ok(Err(whose(entry, other, hash)));
         }
-        // Last, so that nothing is between it and the write.
+        // Confirmed last, so that nothing comes between this check and the write.
         Ok(Ok(end.min(lease.confirm().await?)))
     }
 
-    /// Reads an entry that was created, and those around it, once more, and puts the one before it back if
-    /// another writer overwrote it. `settle` is given while other writers are active: the time that
-    /// creating took, after which a late write of theirs is there.
+    /// Reads a created entry and its neighbours back, and puts back the entry before it if another
+    /// writer overwrote that. `settle` is given while other writers are active: how long the create
+    /// took, which decides how long to wait for a late write of theirs.
     pub(crate) async fn read_back(&self, entry: &Entry, settle: Option<Duration>) -> Result<Slot> {
         let settle = settle.filter(|_| self.folder.is_none());
         if let Some(took) = settle {
@@ -395,7 +397,7 @@ impl Inner {
         let before = take(entry.n.wrapping_sub(1));
         let linked = || match (entry.n, before) {
             (0 | 1, _) => Ok(true),
-            // Its seal is right: nothing was damaged on the way.
+            // Its seal matches: the hash is not the result of damage in transit.
             (_, Ok(Seen::Entry(_, hash))) => Ok(hash == entry.prev),
             (n, Ok(Seen::Empty)) => Err(Error::missing(self.layout.entry(n - 1))),
             (_, Err(e)) => Err(e),
@@ -405,8 +407,8 @@ impl Inner {
         if !matches!(slot, Slot::Ours) {
             return Ok(Look::Slot(slot));
         }
-        // Ours may have overwritten one that others have continued from: theirs counts, and so does what it
-        // follows. They put it back.
+        // Our entry may have overwritten one that others have continued from. Then the next entry
+        // counts, and so does the one that it names: they put that back.
         if let Seen::Entry(next, _) = next?
             && next.prev != hash
         {
@@ -416,12 +418,12 @@ impl Inner {
     }
 }
 
-/// What is found where an entry was created.
+/// What reading back a created entry finds.
 enum Look {
     Nothing,
     Slot(Slot),
-    /// Ours; but what follows it follows another one.
+    /// Our entry, but the next entry names a different one as its predecessor.
     Overtook,
-    /// Ours, after an entry that is no longer the one that it names.
+    /// Our entry, but the entry before it is no longer the one that it names.
     Unlinked,
 }

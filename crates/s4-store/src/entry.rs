@@ -1,4 +1,4 @@
-//! Log entries: what reaches disk.
+//! Log entries, as they are stored.
 
 use std::collections::BTreeMap;
 
@@ -21,13 +21,13 @@ pub(crate) const MAX_ENTRY: u64 = 64 << 10;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// Version of the entry's form: 4 for checkpoints with an `order` of their own, else 3 for those that
-    /// several ranks stored, else 2 for [`Op::Unretire`], which readers of version 1 must not pass over, and
-    /// 1 for all others.
+    /// Version of the entry's format: 4 for checkpoints with an `order` of their own, else 3 for
+    /// those that several ranks stored, else 2 for [`Op::Unretire`], which readers of version 1
+    /// must not skip, and 1 for all others.
     pub v: u32,
     /// Its number; the first one is 1.
     pub n: u64,
-    /// BLAKE3 of the bytes of entry `n - 1`; of nothing for the first.
+    /// BLAKE3 of the bytes of entry `n - 1`; for the first entry, of no bytes.
     pub prev: Digest,
     /// Unique to the write, so that a writer recognises its own entry.
     pub write_id: WriteId,
@@ -47,16 +47,16 @@ pub enum Op {
     Publish(Publish),
     /// Takes checkpoints off the list; a sweep deletes their data later.
     Retire {
-        /// Those checkpoints, a delta before what it is a delta of.
+        /// The checkpoints, each delta before its parent.
         ids: Vec<CheckpointId>,
         /// Why, for people.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         reason: String,
     },
-    /// Forbids attempts to be published, and retired checkpoints to be listed again, ever after; their
-    /// data may be deleted.
+    /// Forbids attempts ever to be published, and retired checkpoints ever to be listed again;
+    /// their data may be deleted.
     Abort {
-        /// Those attempts and checkpoints.
+        /// The attempts and checkpoints.
         ids: Vec<CheckpointId>,
     },
     /// Lists a retired checkpoint again.
@@ -73,14 +73,14 @@ pub enum Op {
         /// The checkpoint.
         id: CheckpointId,
     },
-    /// Ends a protection.
+    /// Removes that protection.
     Unpin {
         /// The checkpoint.
         id: CheckpointId,
     },
     /// Does nothing but take a number, so that a write whose outcome is unknown cannot land on it.
     Fence {
-        /// The write that was not there.
+        /// The write whose outcome was unknown, and which was not found in the log.
         against: WriteId,
     },
 }
@@ -96,11 +96,11 @@ pub struct Publish {
     /// Its parent; absent for a base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Reference>,
-    /// How many checkpoints its writer had made since the base, itself counted; 0 for a base. Writers
-    /// choose parents by it ([`crate::About::since_base`]); no rule of the log looks at it.
+    /// How many checkpoints its writer had made since the base, this one included; 0 for a base.
+    /// Writers choose parents by it ([`crate::About::since_base`]); no rule of the log looks at it.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub since_base: u32,
-    /// The checkpoint whose content this full one also holds, and which it replaces.
+    /// The checkpoint with the same content that this full one replaces.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces: Option<Reference>,
     /// Its position in time, if that is before the entry's own number.
@@ -139,14 +139,14 @@ pub struct Reference {
 }
 
 impl Publish {
-    /// What is wrong with what was read.
+    /// What is wrong with a record that was read, if anything.
     fn problem(&self) -> Option<String> {
         let differ = || "its ranks have other objects than it says".to_owned();
         let sum = self.parts.add_up_to(u64::from(self.objects));
         self.parts.problem().or_else(|| (!sum).then(differ))
     }
 
-    /// Its position in time, where entry `n` lists it.
+    /// Its position in time, if entry `n` lists it.
     pub(crate) fn position(&self, n: u64) -> u64 {
         self.order.map_or(n, |order| order.min(n))
     }

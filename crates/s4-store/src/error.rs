@@ -39,7 +39,7 @@ pub enum Error {
         /// The URL or folder.
         place: String,
     },
-    /// The place cannot hold a store safely: choose another one, or the option that is named.
+    /// The place cannot hold a store safely: choose another one, or set the option that is named.
     #[error("refused: {0}")]
     Refused(String),
     /// Too many answers were lost to find out what the place can do: try again later.
@@ -80,7 +80,7 @@ pub enum Error {
         /// Who holds it now, if anybody does.
         holder: Option<Box<Holder>>,
     },
-    /// What this process knows to be in the store is gone; nothing was listed.
+    /// Something that this process knows to be in the store is gone; nothing was listed.
     #[error(
         "{place} is not what it was: {what}; nothing was saved. Was the folder removed, its file system \
          unmounted, or the bucket emptied? Bring it back, or create a new store elsewhere"
@@ -134,7 +134,7 @@ pub enum Error {
     LogDamaged {
         /// The URL or folder.
         place: String,
-        /// What is wrong first.
+        /// The first damage that was found.
         damage: LogDamage,
     },
     /// The store was opened read-only.
@@ -156,7 +156,7 @@ pub enum Error {
     Missing {
         /// The object.
         key: String,
-        /// Why it should be there; empty, or starts with `: `.
+        /// Why it should exist: empty, or text that starts with `: `.
         context: String,
     },
     /// A limit of the format would be exceeded.
@@ -228,7 +228,8 @@ impl Error {
         }
     }
 
-    /// The system's error number, or the one that says the same as the server or the connection did.
+    /// The system's error number, or the one that corresponds to what the server or the connection
+    /// said.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -283,16 +284,16 @@ pub enum LogDamage {
         /// What is wrong with it.
         what: String,
     },
-    /// An entry was written after another one than is before it now.
+    /// An entry was written to follow a different entry than the one that is before it now.
     #[error("entry {entry} does not follow the entry before it: one of the two is not this log's")]
     Unlinked {
-        /// The later one.
+        /// The later of the two entries.
         entry: u64,
     },
 }
 
 impl LogDamage {
-    /// The first entry that it is about.
+    /// The first entry that the damage concerns.
     #[must_use]
     pub fn entry(&self) -> u64 {
         match self {
@@ -311,7 +312,7 @@ fn missing_entries(first: u64, last: u64) -> String {
 }
 
 /// Why the log's rules forbid a change. A log entry that breaks a rule has no effect, whoever wrote
-/// it, so only replaying the log decides these.
+/// it, so conflicts are decided by replaying the log alone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Conflict {
@@ -325,7 +326,7 @@ pub enum Conflict {
         /// `retired`, `aborted` or `unknown`.
         state: &'static str,
     },
-    /// The parent's manifest is another one than the delta was made against.
+    /// The parent's manifest is not the one that the delta was made against.
     #[error("{child} was made against manifest {wanted} of {parent}, the log has {found}")]
     ParentDiffers {
         /// The checkpoint that was to be published.
@@ -372,7 +373,7 @@ pub enum Conflict {
     TooDeep {
         /// The checkpoint that was to be published.
         id: CheckpointId,
-        /// Deltas between it and its base, itself counted.
+        /// How many checkpoints its chain would have, itself and its base included.
         depth: usize,
         /// The limit.
         max: usize,
@@ -391,7 +392,7 @@ pub enum Conflict {
 pub struct CommitUnknown {
     /// The write that may or may not be in the log.
     pub write_id: WriteId,
-    /// The only log entry that it can be.
+    /// The number of the only log entry that the write can be.
     pub slot: u64,
     /// The checkpoint, if a checkpoint was to be published.
     pub checkpoint: Option<CheckpointId>,

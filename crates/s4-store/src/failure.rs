@@ -9,13 +9,15 @@ use object_store::client::{HttpError, HttpErrorKind};
 use crate::cause::Cause;
 use crate::redact::{redact_text, redact_url};
 
-/// How `object_store` begins its words on an answer that is no success. They are all that it passes
-/// on: the type is private. Where they change, the variant of the error is still right.
+/// How `object_store` begins its message about an unsuccessful answer. The message is all that it
+/// passes on, since the error's type is private. If the wording changes, the variant of the error
+/// is still right.
 const STATUS: &str = "Server returned non-2xx status code: ";
 const IN_BODY: &str = "Server returned error response: ";
 const REDIRECT: &str = "Received redirect without LOCATION";
 
-/// Where machines in a cloud get credentials from. Who asks there has no other ones.
+/// Where machines in a cloud get credentials from. A request to one of these hosts means that there
+/// are no other credentials.
 const METADATA: [&str; 2] = ["169.254.169.254", "metadata.google.internal"];
 
 /// A request that failed: why, and what was said, without secrets.
@@ -27,7 +29,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// From what an object store said.
+    /// The failure behind an object store's error.
     #[must_use]
     pub fn new(error: &StoreError) -> Self {
         let answer = Answer::of(error);
@@ -35,7 +37,7 @@ impl Failure {
         Self { cause: answer.cause, detail, errno: answer.errno.or_else(|| answer.cause.errno()) }
     }
 
-    /// Without an answer in time.
+    /// The failure of a request that got no answer in time.
     pub(crate) fn silent() -> Self {
         let cause = Cause::Timeout;
         Self { cause, detail: String::new(), errno: cause.errno() }
@@ -53,7 +55,7 @@ impl Failure {
         &self.detail
     }
 
-    /// The system's error number, or the one that says the same.
+    /// The system's error number, or its equivalent.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         self.errno
@@ -77,7 +79,7 @@ impl fmt::Display for Failure {
 
 impl StdError for Failure {}
 
-/// What an error and those below it tell.
+/// What an error and its sources tell.
 pub(crate) struct Answer {
     pub(crate) cause: Cause,
     errno: Option<i32>,
@@ -113,7 +115,8 @@ impl Answer {
             }
             if let Some(error) = error.downcast_ref::<io::Error>() {
                 found.errno = error.raw_os_error().or(found.errno);
-                // Wrappers have a kind of their own; the innermost that knows one is right.
+                // Wrappers have a kind of their own, so the innermost error with a known kind is
+                // right.
                 let known = Cause::of_io(error);
                 io = if known == Cause::Other { io } else { Some(known) };
             }
@@ -133,13 +136,13 @@ impl Answer {
         found
     }
 
-    /// Whether trying again is pointless. A server that answers 404, to a listing for one, goes on doing
-    /// so, while a folder can come back.
+    /// Whether trying again is pointless. A server that answers 404, to a listing for example,
+    /// keeps doing so, while a folder can come back.
     pub(crate) fn is_permanent(&self) -> bool {
         self.cause.is_permanent() || (self.status.is_some() && self.cause == Cause::NotFound)
     }
 
-    /// One line: the server and what it or the connection said; of a file system its own words.
+    /// One line: the server and what it or the connection said, or a file system's own message.
     fn detail(&self, error: &StoreError) -> String {
         let all = error.to_string();
         let line = match &self.status {
@@ -155,7 +158,7 @@ impl Answer {
     }
 }
 
-/// Cause and short text, if these are `object_store`'s words on an answer.
+/// Cause and short text, if this is `object_store`'s message about an answer.
 fn of_words(text: &str) -> Option<(Cause, String)> {
     if text.starts_with(REDIRECT) {
         return Some((Cause::Region, "a redirect to another region".into()));
@@ -171,7 +174,7 @@ fn of_words(text: &str) -> Option<(Cause, String)> {
     Some((Cause::of_status(status, after), line))
 }
 
-/// What an XML body says; other bodies as they are.
+/// Code and message of an XML body; other bodies as they are.
 fn short(body: &str) -> String {
     let of = |tag: &str| {
         let (_, after) = body.split_once(&format!("<{tag}>"))?;
@@ -204,8 +207,8 @@ fn endpoint(text: &str) -> Option<String> {
     Some(format!("{scheme}://{}", rest.split('/').next()?))
 }
 
-/// What the connection's own error says where TLS fails for good. An end in the middle of a handshake
-/// is a broken connection, and not among these.
+/// Whether a connection's error text means that TLS fails for good. An end in the middle of a
+/// handshake is a broken connection and does not count.
 fn is_tls(text: &str) -> bool {
     ["certificate", "received fatal alert", "corrupt message", "peer is incompatible", "peer sent"]
         .iter()
@@ -285,7 +288,7 @@ mod tests {
         assert_eq!(Cause::of(&http(HttpErrorKind::Connect, cut)), Cause::Reset);
     }
 
-    /// As `object_store` builds them, whose own type is private.
+    /// Errors as `object_store` builds them; its own type is private.
     #[derive(Debug)]
     struct Words(&'static str, Option<Box<Words>>);
 

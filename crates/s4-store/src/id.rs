@@ -24,7 +24,7 @@ impl fmt::Display for CheckpointId {
     }
 }
 
-/// A text that names no checkpoint.
+/// Text that is not a checkpoint's id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a checkpoint's id (a UUID, in lower case and with hyphens)")]
 pub struct InvalidId(String);
@@ -40,8 +40,8 @@ impl FromStr for CheckpointId {
     }
 }
 
-/// Identifies one write of a log entry: what distinguishes our own entry from another's after an answer was
-/// lost.
+/// Identifies one write of a log entry, so that a writer can tell its own entry from another's
+/// after an answer was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct WriteId(Uuid);
@@ -51,7 +51,7 @@ impl WriteId {
         Self(uuid)
     }
 
-    /// A number that spreads over all bits, for jitter without a random generator.
+    /// A well-mixed number, for jitter without a random generator.
     pub(crate) fn spread(self) -> u64 {
         let (high, low) = self.0.as_u64_pair();
         (high ^ low).wrapping_mul(0x9e37_79b9_7f4a_7c15)

@@ -27,7 +27,8 @@ pub(crate) use crate::retry::is_permanent;
 /// One permit stands for this many bytes, so that a semaphore's 32 bits suffice for any budget.
 const UNIT: usize = 1024;
 
-/// Bytes of a file that is read where it would take longer to ask another thread to.
+/// Most bytes of a file that is read directly: handing the read to another thread would take
+/// longer.
 const SMALL_FILE: u64 = 256 << 10;
 
 /// The object store with retries and budgets.
@@ -37,9 +38,9 @@ pub(crate) struct Io {
     gate: Arc<Semaphore>,
     units: u32,
     pace: Option<Pace>,
-    /// The folder whose files the objects are, if they are, and whether its file system answers at once.
+    /// The folder, if the objects are files in one, and whether its file system answers at once.
     folder: Option<(Folder, bool)>,
-    /// How they are written, if not by the object store.
+    /// How these files are written, if not by the object store.
     files: Option<Arc<dyn PutFiles>>,
 }
 
@@ -69,17 +70,17 @@ impl Io {
         }
     }
 
-    /// The same for objects that are files of a folder.
+    /// The same, for objects that are files in a folder.
     pub(crate) fn in_folder(self, folder: Option<Folder>) -> Self {
         let folder = folder.map(|folder| {
-            // Others may keep whoever asks waiting, as a server does.
+            // Other file systems may keep the caller waiting, as a server does.
             let at_once = matches!(folder.trust(), Trust::Full);
             (folder, at_once)
         });
         Self { folder, ..self }
     }
 
-    /// The same, whose files are written so, if that is told.
+    /// The same, with files written by `files`, if that is given.
     pub(crate) fn with_files(self, files: Option<Arc<dyn PutFiles>>) -> Self {
         Self { files, ..self }
     }
@@ -92,20 +93,21 @@ impl Io {
         self.retrier.retry()
     }
 
-    /// Waits until `len` more bytes may be held in memory. An object beyond the whole budget waits
-    /// until it is alone.
+    /// Waits until `len` more bytes may be held in memory. An object that is larger than the whole
+    /// budget waits until it is alone.
     pub(crate) async fn reserve(&self, len: usize) -> Result<OwnedSemaphorePermit> {
         let units = u32::try_from(len.div_ceil(UNIT)).unwrap_or(u32::MAX).clamp(1, self.units);
         let permit = Arc::clone(&self.gate).acquire_many_owned(units).await;
         permit.map_err(|e| Error::Refused(e.to_string()))
     }
 
-    /// Writes an object whose key belongs to this writer alone: repeating that changes nothing.
+    /// Writes an object whose key belongs to this writer alone, so that repeating the write changes
+    /// nothing.
     pub(crate) async fn put(&self, key: &Path, bytes: Bytes) -> Result<()> {
         self.put_parts(key, bytes.into()).await
     }
 
-    /// As [`Io::put`], of an object in parts.
+    /// As [`Io::put`], for an object in parts.
     pub(crate) async fn put_parts(&self, key: &Path, parts: PutPayload) -> Result<()> {
         let len = parts.content_length();
         if let Some(pace) = &self.pace {
@@ -118,7 +120,8 @@ impl Io {
         self.retrier.run("write", key.as_ref(), len as u64, put).await
     }
 
-    /// Whether the object is written as a file. If it is not, the object store says what is wrong, if anything is.
+    /// Tries to write the object by [`PutFiles`]; returns whether that worked. If not, the object
+    /// store tries, and its error says what is wrong.
     async fn put_file(&self, key: &Path, parts: &PutPayload) -> bool {
         let Some((files, (folder, _))) = self.files.clone().zip(self.folder.as_ref()) else {
             return false;
@@ -148,7 +151,7 @@ impl Io {
         }
     }
 
-    /// As [`Io::get`], of several objects side by side.
+    /// As [`Io::get`], for several objects in parallel.
     pub(crate) async fn get_each(&self, keys: Vec<Path>, max: u64) -> Vec<Result<Bytes>> {
         let quick = self.in_files(&keys, move |path| read_file(path, max)).await;
         let get = |(key, quick): (Path, Option<Result<Bytes>>)| async move {
@@ -160,7 +163,7 @@ impl Io {
         futures::future::join_all(keys.into_iter().zip(quick).map(get)).await
     }
 
-    /// The bytes that several objects have, looked up side by side, `most` at a time.
+    /// The sizes of several objects in bytes, looked up in parallel, `most` at a time.
     pub(crate) async fn size_each(&self, keys: Vec<Path>, most: usize) -> Vec<Result<u64>> {
         let quick = self.in_files(&keys, file_len).await;
         let size = |(key, quick): (Path, Option<Result<u64>>)| async move {
@@ -172,9 +175,10 @@ impl Io {
         futures::stream::iter(keys.into_iter().zip(quick)).map(size).buffered(most).collect().await
     }
 
-    /// What is found in files, where the objects are files: by this thread, or in all by one turn of another
-    /// one, which takes longer than reading a small file. `None`: a request says what is wrong, if anything
-    /// is.
+    /// Looks at the files, if the objects are files: on this thread if the file system answers at
+    /// once, else in a single task on another thread, since handing work over takes longer than
+    /// reading a small file. `None` for a key: a request has to find out what is wrong, if
+    /// anything.
     async fn in_files<T: Send + 'static>(
         &self,
         keys: &[Path],
@@ -212,8 +216,8 @@ impl Io {
         bytes.map_err(|size| Error::corrupt(key, format!("{size} bytes, {max} are expected")))
     }
 
-    /// Reads a whole object and checks it, twice if need be: bytes may be damaged on their way, and a
-    /// second copy shows whether they are damaged where they are stored.
+    /// Reads a whole object and checks it, twice if need be: bytes may be damaged in transit, and a
+    /// second read shows whether the stored ones are.
     pub(crate) async fn get_checked<T>(
         &self,
         key: &Path,
@@ -244,7 +248,7 @@ impl Io {
         let size = match self.retrier.run("read", key.as_ref(), len, get).await {
             Ok(Ok(bytes)) => return Ok(bytes),
             Ok(Err(size)) => size,
-            // Stores refuse a range that begins beyond the end, each in words of its own.
+            // Stores refuse a range that begins beyond the end, each with an error of its own.
             Err(e @ (Error::Storage { .. } | Error::Deadline { .. })) => {
                 match self.store.head(key).await {
                     Ok(meta) if meta.size < range.end => meta.size,
@@ -261,8 +265,9 @@ impl Io {
         self.retrier.run("look up", key.as_ref(), 0, || self.store.head(key)).await
     }
 
-    /// All objects below `prefix`, after `offset` if there is one, in no order. A local folder that is
-    /// not there holds nothing; a server that does not know the place is an error.
+    /// All objects below `prefix`, after `offset` if there is one, in no particular order. A local
+    /// folder that does not exist counts as empty; a server that does not know the place is an
+    /// error.
     pub(crate) async fn list(
         &self,
         prefix: &Path,
@@ -279,7 +284,7 @@ impl Io {
         self.retrier.run("list", prefix.as_ref(), 0, list).await
     }
 
-    /// Deletes an object, or finds it gone.
+    /// Deletes an object, which may be gone already.
     pub(crate) async fn delete(&self, key: &Path) -> Result<()> {
         match self.retrier.run("delete", key.as_ref(), 0, || self.store.delete(key)).await {
             Err(e) if e.is_missing() => Ok(()),
@@ -287,7 +292,7 @@ impl Io {
         }
     }
 
-    /// Repeats a request that transfers little.
+    /// Makes a request that transfers little, with retries.
     pub(crate) async fn retrying<T, F>(
         &self,
         action: &'static str,
@@ -321,13 +326,13 @@ fn file_len(path: &std::path::Path) -> io::Result<u64> {
     if meta.is_file() { Ok(meta.len()) } else { Err(io::ErrorKind::Unsupported.into()) }
 }
 
-/// An object that lacks bytes which it must have.
+/// The error for an object that is shorter than it must be.
 pub(crate) fn too_short(key: &Path, size: u64, needed: u64) -> Error {
     Error::corrupt(key, format!("{size} bytes, at least {needed} are expected"))
 }
 
-/// The body, if it has the length that it should have: a connection that was cut may look like an
-/// end.
+/// The body, if it has the length that it should have: a broken connection may look like the end of
+/// the body.
 async fn whole(result: GetResult, len: u64) -> object_store::Result<Bytes> {
     let size = result.meta.size;
     let bytes = result.bytes().await?;
@@ -364,7 +369,7 @@ mod tests {
     use super::*;
     use object_store::memory::InMemory;
 
-    /// Writes files of five bytes and more, if they have no name yet, and fails at four.
+    /// Writes files of five bytes or more unless they exist already, and fails for four bytes.
     #[derive(Debug, Default)]
     struct Long(std::sync::Mutex<Vec<usize>>);
 
@@ -388,16 +393,16 @@ mod tests {
         let io = || Io::new(Arc::clone(&there.store), Retry::default(), 1 << 20, None);
         let told = io().in_folder(there.folder.clone()).with_files(Some(files.clone()));
         let key = Path::from("data/0");
-        // The folder is made by the first; the last replaces what is there.
+        // The first write creates the folder; the later ones replace the file.
         for parts in [["ab", "c"], ["ab", "cd"], ["abc", "de"], ["xyz", "uvw"]] {
             let payload: PutPayload = parts.iter().map(|p| Bytes::from(*p)).collect();
             told.put_parts(&key, payload).await.unwrap();
             assert_eq!(told.get(&key, 10).await.unwrap(), parts.concat());
         }
-        // Objects are no files elsewhere.
+        // Without a folder, objects are not files.
         io().with_files(Some(files.clone())).put(&key, Bytes::from("abcdef")).await.unwrap();
         assert_eq!(*files.0.lock().unwrap(), [3, 4, 5, 6]);
-        // A file that is new is not the object store's.
+        // A new file is written by `PutFiles`, not by the object store.
         fs::remove_file(folder.path().join("data/0")).unwrap();
         told.put(&key, Bytes::from("abcdef")).await.unwrap();
         assert_eq!(fs::read(folder.path().join("data/0")).unwrap(), b"abcdef");

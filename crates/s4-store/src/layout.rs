@@ -9,14 +9,14 @@ use crate::id::CheckpointId;
 /// Data objects that one rank of a distributed checkpoint may have.
 pub const MAX_RANK_OBJECTS: u32 = 1 << 12;
 
-/// Ranks that may store a checkpoint together: each has a number in its log entry.
+/// How many ranks may store a checkpoint together: its log entry holds a number for each.
 pub const MAX_RANKS: u32 = 1 << 13;
 
 /// How many data objects each rank of a distributed checkpoint stored; empty if one process stored them
 /// all.
 ///
-/// Ranks upload side by side without asking each other for numbers, so those of a rank begin at a multiple
-/// of [`MAX_RANK_OBJECTS`]. In manifests objects are in the order of ranks.
+/// Ranks upload in parallel without agreeing on object numbers, so the numbers of each rank begin
+/// at its own multiple of [`MAX_RANK_OBJECTS`]. Manifests list objects in the order of ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Parts(Vec<u32>);
@@ -36,7 +36,7 @@ impl Parts {
         self.0.is_empty()
     }
 
-    /// Objects of each rank.
+    /// The number of objects of each rank.
     #[must_use]
     pub fn counts(&self) -> &[u32] {
         &self.0
@@ -47,7 +47,7 @@ impl Parts {
         (rank < MAX_RANKS).then(|| rank * MAX_RANK_OBJECTS)
     }
 
-    /// What is wrong with numbers that were read.
+    /// What is wrong with these counts, if anything.
     pub(crate) fn problem(&self) -> Option<String> {
         if self.0.len() > MAX_RANKS as usize {
             return Some(format!("{} ranks, {MAX_RANKS} at most", self.0.len()));
@@ -56,12 +56,12 @@ impl Parts {
         Some(format!("{many} objects of one rank, {MAX_RANK_OBJECTS} at most"))
     }
 
-    /// Whether these are the parts of a checkpoint of so many objects.
+    /// Whether these can be the parts of a checkpoint of `objects` objects.
     pub(crate) fn add_up_to(&self, objects: u64) -> bool {
         self.is_empty() || self.0.iter().map(|n| u64::from(*n)).sum::<u64>() == objects
     }
 
-    /// The number in the key of the object that manifests list as number `nth`.
+    /// The number in the key of the object at index `nth` of the manifest.
     pub(crate) fn number(&self, nth: u32) -> Option<u32> {
         let mut left = nth;
         for (rank, count) in (0..).zip(&self.0) {
@@ -73,7 +73,7 @@ impl Parts {
         self.is_empty().then_some(nth)
     }
 
-    /// The numbers in the keys of `objects` objects, in the order of manifests.
+    /// The numbers in the keys of `objects` objects, in manifest order.
     pub(crate) fn numbers(&self, objects: u32) -> impl Iterator<Item = u32> {
         let alone = if self.is_empty() { objects } else { 0 };
         let ranks = (0u32..).zip(&self.0);

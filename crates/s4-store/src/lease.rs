@@ -24,17 +24,17 @@ use crate::error::{Error, Result};
 use crate::io::Io;
 use crate::layout::Layout;
 
-/// A lease that was not renewed for so long is dead.
+/// A lease that was not renewed for this long is dead.
 const EXPIRES: Duration = Duration::from_secs(60);
-/// A holder relies on its lease for so long after it began to renew it.
+/// A holder relies on its lease for this long after it began the last renewal.
 const RELIES: Duration = Duration::from_secs(45);
-/// How often it is renewed.
+/// How often a lease is renewed.
 const RENEWS: Duration = Duration::from_secs(15);
 /// How often a process that waits for the lease checks it.
 const LOOKS: Duration = Duration::from_secs(2);
-/// How long two that claim at once wait for each other, about.
+/// About how long two processes that claim at once wait for each other.
 const YIELDS: Duration = Duration::from_millis(100);
-/// Listings that may be stale before a store is given up.
+/// After this many stale listings in a row, the store is refused.
 const STALE: u32 = 6;
 /// The most bytes of a lease.
 const MAX_LEASE: u64 = 4 << 10;
@@ -46,7 +46,7 @@ pub struct Holder {
     pub host: String,
     /// The process there.
     pub pid: u32,
-    /// Its clock when it took the lease, in milliseconds since 1970.
+    /// Its clock when it last wrote the lease, in milliseconds since 1970.
     pub since_ms: i64,
 }
 
@@ -59,7 +59,7 @@ impl Holder {
 
 impl fmt::Display for Holder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // It was read from an object that anybody may have written.
+        // The host was read from an object that anybody may have written.
         let host: String = self.host.chars().filter(|c| !c.is_control()).take(64).collect();
         write!(f, "process {} on {host}", self.pid)?;
         match DateTime::from_timestamp_millis(self.since_ms) {
@@ -106,10 +106,10 @@ pub(crate) struct Lease {
     renewing: AtomicBool,
 }
 
-/// What a listing shows of others.
+/// What a listing shows of other processes.
 #[derive(Default)]
 struct Seen {
-    /// Alive, and when each was last renewed.
+    /// Leases that are alive, and when each was last renewed.
     held: Vec<(Path, DateTime<Utc>)>,
     claims: Vec<Path>,
     dead: Vec<Path>,
@@ -141,7 +141,7 @@ impl Lease {
         Ok(true)
     }
 
-    /// Makes sure that this process holds the lease, and for how long it may rely on that.
+    /// Makes sure that this process holds the lease. Returns until when it may rely on that.
     pub(crate) async fn confirm(&self) -> Result<Instant> {
         let mut held = self.held.lock().await;
         let renewed = match *held {
@@ -190,7 +190,7 @@ impl Lease {
         let claim = self.key(CLAIM);
         let taken = self.contend(&claim).await;
         if taken.is_err() {
-            // It expires, but nobody need wait for that.
+            // The claim would expire, but nobody needs to wait for that.
             let _ = self.io.delete(&claim).await;
         }
         taken
@@ -207,13 +207,13 @@ impl Lease {
                 for key in &seen.dead {
                     self.io.delete(key).await?;
                 }
-                // It may have been renewed at the last moment.
+                // A lease that looked dead may have been renewed at the last moment.
                 seen = self.look(claim).await?;
             }
             if seen.is_free() {
                 self.io.put(&self.key(HELD), self.body()?).await?;
                 self.io.delete(claim).await?;
-                // Asleep in between, the claim may have been dead by then.
+                // If the machine slept in between, the claim may have been dead by now.
                 if stamp.age() < RELIES {
                     return Ok(stamp);
                 }
@@ -236,7 +236,8 @@ impl Lease {
                     LOOKS
                 }
                 None => {
-                    // The one with the lower name stays and waits until the others have withdrawn.
+                    // The claim with the lowest name stays, and waits until the others have
+                    // withdrawn.
                     if seen.claims.iter().any(|other| other < claim) {
                         self.io.delete(claim).await?;
                     }
@@ -268,7 +269,8 @@ impl Lease {
         }
         let stamp = Stamp::now();
         self.io.put(&key, self.body()?).await?;
-        // Nobody takes a lease that is not dead. If it may have been, others count.
+        // Nobody takes a lease that is not dead. If ours may have been dead, other holders and
+        // claims decide.
         if renewed.age() < RELIES {
             return Ok(stamp);
         }
@@ -279,7 +281,8 @@ impl Lease {
         Err(self.lost().await)
     }
 
-    /// Lists the leases. `own` was just written: its date is what the others' are compared with.
+    /// Lists the leases. `own` was just written, so its date counts as the present for the age of
+    /// the others.
     async fn look(&self, own: &Path) -> Result<Seen> {
         for attempt in 0..STALE {
             let listed = self.io.list(&self.layout.leases(), None).await?;
@@ -353,7 +356,8 @@ impl Lease {
     }
 }
 
-/// Names of objects of a process that wants the lease, and of one that has it.
+/// Prefixes of names: of the claim of a process that wants the lease, and of the lease of its
+/// holder.
 const CLAIM: &str = "claim-";
 const HELD: &str = "held-";
 

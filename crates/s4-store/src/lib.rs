@@ -1,10 +1,10 @@
 //! The checkpoint store: chains of checkpoints in a folder or a bucket, published atomically. It never
 //! deletes anything that a listed checkpoint needs.
 //!
-//! A [`Store`] keeps opaque data objects and an opaque manifest for each checkpoint. They are listed by a
-//! log of small objects, each created once and never changed; creating the next one is the only
-//! way to change anything, and every reader replays the same entries by the same rules ([`State`]).
-//! `docs/store.md` describes the objects, the protocol, and why it is safe.
+//! A [`Store`] keeps opaque data objects and an opaque manifest for each checkpoint. Checkpoints
+//! are listed in a log of small objects, each created once and never changed; creating the next one
+//! is the only way to change anything, and every reader replays the same entries by the same rules
+//! ([`State`]). `docs/store.md` describes the objects, the protocol, and why it is safe.
 //!
 //! ```
 //! # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
@@ -25,8 +25,9 @@
 //! # }).unwrap();
 //! ```
 //!
-//! Futures need a tokio runtime with time and I/O. A dropped future stops where it is: data of an
-//! unfinished attempt stays for a sweep, and a commit in flight may or may not be in the log.
+//! Futures need a tokio runtime with time and I/O. A dropped future stops where it is: the data of
+//! an unfinished attempt stays until a sweep deletes it, and a commit in flight may or may not be
+//! in the log.
 //!
 //! Deliberately absent: compression and the meaning of the bytes; multipart uploads, which object
 //! stores keep and bill when a client dies; locks, which a paused process outlives (the lease of a

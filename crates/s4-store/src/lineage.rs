@@ -8,17 +8,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::id::CheckpointId;
 use crate::state::{Checkpoint, Dead, End};
 
-/// A checkpoint and all that took its place, one after the other, are a family. It is named by the
-/// first of them, and what is a delta of one member is a delta of the newest.
+/// A checkpoint and its successive replacements are a family. It is named by its first member, and
+/// a delta of any member is a delta of the newest.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Lineage {
-    /// The family of each checkpoint that took another's place.
+    /// The family of each checkpoint that replaced another one.
     family: BTreeMap<CheckpointId, CheckpointId>,
     /// The newest member of each family that has more than one.
     newest: BTreeMap<CheckpointId, CheckpointId>,
     /// Listed deltas of each family.
     children: BTreeMap<CheckpointId, BTreeSet<CheckpointId>>,
-    /// Families that got a new member since the deltas' own fields were last brought up to date.
+    /// Families with a new member since the `base` fields of their deltas were last brought up to
+    /// date.
     moved: BTreeSet<CheckpointId>,
 }
 
@@ -61,7 +62,7 @@ impl Lineage {
         self.family.get(&id).copied().unwrap_or(id)
     }
 
-    /// The newest of those that took the place of `id`; itself if none did.
+    /// The newest replacement of `id`, or `id` itself if it has none.
     pub(crate) fn newest(&self, id: CheckpointId) -> CheckpointId {
         self.newest.get(&self.family(id)).copied().unwrap_or(id)
     }
@@ -94,8 +95,8 @@ impl Lineage {
         self.children.get(&self.family(id)).into_iter().flatten().copied()
     }
 
-    /// Updates deltas whose base was replaced: what they are a delta of now. Once for many entries, since
-    /// a checkpoint may have many deltas and be replaced many times.
+    /// Updates the `base` of deltas whose base was replaced. Done once for many entries, since a
+    /// checkpoint may have many deltas and be replaced many times.
     pub(crate) fn settle(&mut self, live: &mut BTreeMap<CheckpointId, Checkpoint>) {
         for family in std::mem::take(&mut self.moved) {
             let Some(newest) = self.newest.get(&family) else { continue };

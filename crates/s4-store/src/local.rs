@@ -26,9 +26,9 @@ pub(crate) struct Leftover {
 pub(crate) enum Trust {
     /// Local, or known to be coherent.
     Full,
-    /// Works as far as is known, but caches may lie for a while.
+    /// Works as far as is known, but caches may be stale for a while.
     Doubtful(&'static str),
-    /// Known to lack what the store rests on.
+    /// Known to lack guarantees that the store depends on.
     None(&'static str),
 }
 
@@ -56,7 +56,7 @@ impl Folder {
         match fs::metadata(&root) {
             Ok(meta) if meta.is_dir() => Ok(Some(Self { root })),
             Ok(_) => Err(at("open", &root, io::ErrorKind::NotADirectory.into())),
-            // A link to a file system that is not mounted, say.
+            // But a dangling link is an error: it may lead to a file system that is not mounted.
             Err(e)
                 if e.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(&root).is_err() =>
             {
@@ -71,14 +71,14 @@ impl Folder {
     }
 
     /// Makes the names in a folder of the store durable. Another process may have created one just
-    /// now and not come so far.
+    /// now and not synced it yet.
     pub(crate) fn sync_names(&self, folder: &object_store::path::Path) -> Result<()> {
         let path = self.path_of(folder);
         if path.exists() { sync(&path) } else { Ok(()) }
     }
 
-    /// Files named `<object>#<number>`: what the client of a local folder writes before it links or
-    /// renames. A writer that is killed leaves one, and object stores do not list it.
+    /// Files named `<object>#<number>`, which `object_store` writes in a local folder before it
+    /// links or renames them. A writer that is killed leaves one, and listings do not show it.
     pub(crate) fn leftovers(&self) -> Result<Vec<Leftover>> {
         let mut open = vec![self.root.clone()];
         let mut found = Vec::new();

@@ -17,8 +17,8 @@ use crate::state::State;
 use crate::store::Inner;
 use crate::view;
 
-/// A view is written when the last one known is this many entries old: with the listing, what
-/// opening a store costs at most.
+/// A view is written when the last known one is this many entries old. Together with a listing,
+/// that bounds the cost of opening a store.
 pub(crate) const VIEW_EVERY: u64 = 32;
 
 /// What a slot of the log holds after an attempt to create it.
@@ -27,7 +27,7 @@ pub(crate) enum Slot {
     Other(Box<Entry>, Digest),
 }
 
-/// How a try to read a slot ended.
+/// What reading a slot of the log found.
 pub(crate) enum Seen {
     Entry(Box<Entry>, Digest),
     Empty,
@@ -46,13 +46,13 @@ impl Inner {
         Ok((entry, hash))
     }
 
-    /// As [`Inner::read_slot`], of several slots side by side.
+    /// As [`Inner::read_slot`], for several slots in parallel.
     pub(crate) async fn read_each(&self, numbers: Range<u64>) -> Vec<(u64, Result<Seen>)> {
         let keys = numbers.clone().map(|n| self.layout.entry(n)).collect();
         let read = self.io.get_each(keys, MAX_ENTRY).await;
         let parse = |(n, read): (u64, Result<Bytes>)| async move {
             let parsed = match read.and_then(|bytes| self.parse_entry(n, &bytes)) {
-                // As `get_checked` does.
+                // Read once more, as `get_checked` does.
                 Err(Error::Corrupt { .. }) => self.read_slot(n).await,
                 other => seen(other),
             };
@@ -65,10 +65,11 @@ impl Inner {
         seen(self.read_entry(n).await)
     }
 
-    /// Commits what `build` makes of the newest state, as the next entry of the log.
+    /// Commits the operation that `build` makes from the newest state, as the next entry of the
+    /// log.
     ///
     /// `build` is called again whenever another writer was faster; its error ends the commit with
-    /// nothing changed. Returns `None` if it finds nothing to do.
+    /// nothing changed. Returns `None` if `build` finds nothing to do.
     pub(crate) async fn append(
         &self,
         mut build: impl FnMut(&State) -> Result<Option<Op>>,
@@ -131,7 +132,8 @@ impl Inner {
                         continue;
                     }
                     match followed {
-                        // Whether ours counts in the end is up to who mends the log.
+                        // Whether our entry counts in the end depends on the writer that mends the
+                        // log.
                         Err(e) if e.is_log_damage() => {
                             return Err(CommitUnknown::of(&entry, e.to_string()).into());
                         }
@@ -143,12 +145,12 @@ impl Inner {
         }
     }
 
-    /// Tries to create one entry of the log until it is known who did.
+    /// Tries to create one entry of the log until it is known whose entry is there.
     ///
-    /// No answer is believed but a plain yes: a gateway's 503 after the commit makes the client
-    /// repeat its request, lose against itself and report that the object exists already; a 409 is
-    /// reported in the same way though nothing was written; and an answer may be lost. So whatever
-    /// was answered, the slot is read, and the write id in it decides.
+    /// Only a plain success is believed: a gateway's 503 after the commit makes the client repeat
+    /// its request, lose against itself and report that the object exists already; a 409 is
+    /// reported in the same way though nothing was written; and an answer may be lost. So after any
+    /// other answer the slot is read, and the write id in it decides.
     async fn create_slot(&self, entry: &Entry, bytes: Bytes) -> Result<Slot> {
         let key = self.layout.entry(entry.n);
         let retry = self.io.retry();
@@ -175,7 +177,8 @@ impl Inner {
                         && !ambiguous
                         && matches!(self.read_slot(entry.n).await, Ok(Seen::Empty));
                     if empty {
-                        // The very first try was turned away and left nothing.
+                        // No earlier try can have landed, and this one was turned away and left
+                        // nothing.
                         return Err(Error::storage("write", &key, error));
                     }
                     ambiguous |= !hopeless;
@@ -183,7 +186,7 @@ impl Inner {
                 }
             }
             match self.read_slot(entry.n).await {
-                // On a local folder the entry may be there and its folder's sync have failed.
+                // In a local folder the entry may be there although syncing its folder failed.
                 Ok(Seen::Entry(other, hash)) => match self.sync_log() {
                     Ok(()) => return Ok(whose(entry, other, hash)),
                     Err(e) => cause = format!("{cause}; then: {e}"),
@@ -220,7 +223,7 @@ impl Inner {
                 let mut known = self.known.lock().await;
                 self.refresh(&mut known).await?;
                 if ours {
-                    // From now on it is acknowledged.
+                    // From now on the entry counts as acknowledged.
                     known.own.committed(&entry, false);
                 }
                 return Ok(ours.then_some(*entry));
@@ -239,7 +242,8 @@ impl Inner {
         Err(unknown.clone().into())
     }
 
-    /// On a local folder: what other processes created in the log is on disk before it is relied on.
+    /// In a local folder: makes sure that entries which other processes created are on disk before
+    /// they are relied on.
     pub(crate) fn sync_log(&self) -> Result<()> {
         self.folder.as_ref().map_or(Ok(()), |folder| folder.sync_names(&self.layout.log()))
     }

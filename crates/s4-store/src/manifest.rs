@@ -1,4 +1,5 @@
-//! The object `manifest`: a table of the data objects, then bytes that mean nothing here.
+//! The object `manifest`: a table of the data objects, then bytes of the caller's, which are opaque
+//! here.
 //!
 //! `S4CKPT`, a byte 0, a byte with the version; 4 bytes: length of the table, little-endian; the
 //! table as JSON; the caller's bytes up to the end. The log names its hash.
@@ -23,11 +24,11 @@ pub const MAX_MANIFEST: u64 = 256 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ObjectInfo {
-    /// Its bytes.
+    /// Its length in bytes.
     pub len: u64,
-    /// Their hash.
+    /// BLAKE3 of its bytes.
     pub blake3: Digest,
-    /// Its kind of content, in the caller's word: `weights`, `optimizer`...
+    /// What it holds, in the caller's words: `weights`, `optimizer`...
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kind: String,
 }
@@ -37,7 +38,7 @@ pub struct ObjectInfo {
 pub struct Manifest {
     /// The data objects; the first is number 0.
     pub objects: Vec<ObjectInfo>,
-    /// Which of them each rank stored.
+    /// How many of them each rank stored.
     pub parts: Parts,
     /// The caller's bytes.
     pub blob: Bytes,

@@ -13,18 +13,18 @@ use crate::id::{Ids, TimeIds};
 /// temporary (not after a 403, for a bucket that does not exist, or on a full disk).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Retry {
-    /// Most tries of one request, at least 1. The deadline usually comes first. The client of a cloud
-    /// store has a few quick retries of its own below.
+    /// Maximum number of tries of one request, at least 1. The deadline usually comes first. Below
+    /// these tries, the client of a cloud store makes a few quick retries of its own.
     pub attempts: u32,
     /// The pause after the first failure; it doubles with each further one.
     pub first_pause: Duration,
     /// The longest pause.
     pub longest_pause: Duration,
-    /// How long to retry as long as the server was never reached: the address may be wrong. At most
-    /// `deadline`.
+    /// How long to retry while the server has never been reached, since its address may be wrong.
+    /// Capped by `deadline`.
     pub first_contact: Duration,
-    /// Time limit of one request, retries included, and of one commit. The body of a request may take longer
-    /// as long as it makes progress: a second more for each 64 KiB.
+    /// Time limit of one request, retries included, and of one commit. The body of a request may
+    /// take longer if it makes progress: one second more per 64 KiB.
     pub deadline: Duration,
 }
 
@@ -41,13 +41,14 @@ impl Default for Retry {
 }
 
 impl Retry {
-    /// Requests are retried for this long, even before the first answer.
+    /// Retries requests for this long, even if the server has never answered.
     #[must_use]
     pub fn within(deadline: Duration) -> Self {
         Self { first_contact: deadline, deadline, ..Self::default() }
     }
 
-    /// The pause after try number `attempt` (from 0): between half and all of the doubled pause.
+    /// The pause after try `attempt` (counted from 0): between half and all of the exponential
+    /// backoff, as `jitter` chooses.
     pub(crate) fn pause(&self, attempt: u32, jitter: u64) -> Duration {
         let doubled = self.first_pause.saturating_mul(1 << attempt.min(20));
         let half = doubled.min(self.longest_pause) / 2;
@@ -55,11 +56,11 @@ impl Retry {
     }
 }
 
-/// How many processes a new store is for.
+/// How many processes may write to a new store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Writers {
-    /// Any number. A store is refused where the probe does not show that to be safe: the object store must
-    /// create an object only if it is absent.
+    /// Any number. Creating the store is refused unless the probe shows that this is safe: the
+    /// object store must create an object only if it is absent.
     #[default]
     Many,
     /// One at a time, on any object store. A lease keeps others out: a process that tries to
@@ -85,11 +86,11 @@ impl std::str::FromStr for Writers {
 /// How thoroughly a place is probed before a store for several writers is created there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProbeLimits {
-    /// Races that must end with clear answers, however long that takes.
+    /// Minimum number of races that must end with clear answers, however long that takes.
     pub least_rounds: u32,
-    /// Races at most.
+    /// Maximum number of races.
     pub most_rounds: u32,
-    /// After this time `least_rounds` are enough.
+    /// After this time, `least_rounds` races are enough.
     pub time: Duration,
 }
 
@@ -102,18 +103,19 @@ impl Default for ProbeLimits {
 /// Named places in the code where a test may stop the world. Off by default.
 #[async_trait::async_trait]
 pub trait CrashPoints: std::fmt::Debug + Send + Sync {
-    /// Called at each place. What never returns is a crash there: the future is dropped later.
+    /// Called at each place. Never returning simulates a crash there: the future is dropped later.
     async fn reached(&self, point: &'static str);
 }
 
-/// Writes objects of a local folder in a way of its own.
+/// A custom way to write the objects of a local folder.
 pub trait PutFiles: std::fmt::Debug + Send + Sync {
-    /// Makes a file of parts, which gets its name when it is complete and durable, and replaces none. Its folder is
-    /// there, as a rule. It is asked once for each object, on a thread of its own, and without a deadline. `false`: it made
-    /// none, and the store writes the file itself.
+    /// Writes `parts` to a new file, which gets its name `path` only when it is complete and
+    /// durable, and never replaces an existing file. The folder usually exists already. Called once
+    /// for each object, on a blocking thread and without a deadline. Returns `false` if it wrote no
+    /// file: the store then writes the file itself.
     ///
     /// # Errors
-    /// What kept it from making one: the store goes on as after `false`.
+    /// Why no file was written. The store then continues as after `false`.
     fn put(&self, path: &Path, parts: &PutPayload) -> io::Result<bool>;
 }
 
@@ -122,13 +124,14 @@ pub trait PutFiles: std::fmt::Debug + Send + Sync {
 pub struct StoreOptions {
     /// When failed requests are retried.
     pub retry: Retry,
-    /// Bytes of objects in flight at once: what a slow link may hold in memory.
+    /// Most bytes of objects in flight at once, which bounds the memory that a slow link ties up.
     pub upload_memory: usize,
-    /// Requests in flight at once, for reading and looking up.
+    /// Most requests in flight at once, for reads and look-ups.
     pub concurrency: usize,
     /// Bytes per second of all uploads together; `None`: no limit.
     pub bandwidth: Option<u64>,
-    /// How many processes a store that is created is for. One that exists says so itself.
+    /// How many processes may write to a store that is created. An existing store records this
+    /// itself.
     pub writers: Writers,
     /// How thoroughly a place is probed.
     pub probe: ProbeLimits,

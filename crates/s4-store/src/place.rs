@@ -42,7 +42,7 @@ impl Place {
         Self { kind: Kind::Folder(path), name, server: "folder".into() }
     }
 
-    /// Objects below `prefix` in a store of the caller's.
+    /// Objects below `prefix` in an object store of the caller's.
     pub fn objects(store: Arc<dyn ObjectStore>, prefix: Path) -> Self {
         let server = store.to_string();
         let name = format!("{server}/{prefix}");

@@ -25,17 +25,17 @@ use crate::options::{ProbeLimits, StoreOptions};
 
 /// Races in flight at once.
 const SIDE_BY_SIDE: usize = 8;
-/// One race of this many has many writers, and one has large bodies.
+/// Of this many races, one has many writers and one has large bodies.
 const VARIETY: u32 = 8;
-/// Races in a local folder, at most.
+/// Maximum number of races in a local folder.
 const LOCAL_ROUNDS: u32 = 16;
-/// Bytes of a large body: servers that look first and then receive it leave a wide gap.
+/// Bytes of a large body: servers that check first and then receive the body leave a wide gap.
 const LARGE: usize = 64 << 10;
-/// Bytes of the others, about as many as a log entry has.
+/// Bytes of the other bodies, about the size of a log entry.
 const SMALL: usize = 512;
 /// An answer that takes longer counts as lost.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// What is said of bytes that nobody wrote.
+/// The message about bytes that nobody wrote.
 const DAMAGED: &str = "what was read is damaged";
 /// How often progress is reported.
 const TELL: Duration = Duration::from_secs(2);
@@ -45,7 +45,7 @@ const TELL: Duration = Duration::from_secs(2);
 pub struct ProbeReport {
     /// A second create of one object was refused, and the first one's bytes stayed.
     pub refuses_second: bool,
-    /// No race had two winners or another's bytes.
+    /// No race had two winners, or ended with the bytes of a loser.
     pub survives_races: bool,
     /// Races that ended with clear answers, of 3 to 16 writers each.
     pub rounds: u32,
@@ -109,13 +109,14 @@ pub(crate) async fn probe(
 ) -> Result<ProbeReport> {
     let mut limits = options.probe.clone();
     if is_local {
-        // The kernel creates a link or does not; what is tried is that it is a kernel's file system.
+        // The kernel creates a link or does not: the races only check that a kernel's file system
+        // is there.
         limits.most_rounds = limits.most_rounds.min(LOCAL_ROUNDS);
     }
     Probe::new(store, folder, options).run(&limits).await
 }
 
-/// As [`probe`], without races: whether a second create is refused, and no more.
+/// As [`probe`], but without races: finds out only whether a second create is refused.
 pub(crate) async fn probe_twice(
     store: &Arc<dyn ObjectStore>,
     folder: &Path,
@@ -227,7 +228,7 @@ impl<'a> Probe<'a> {
     }
 
     /// Races differ, as servers do: with many racers at one instant, and with few that start within
-    /// the time of a request or two, so that one looks while another one writes.
+    /// the time of a request or two, so that one checks while another one writes.
     fn plan(&self, number: u32) -> Race {
         match number % VARIETY {
             0 => Race { racers: 16, len: SMALL, spread: Duration::ZERO },
@@ -236,7 +237,8 @@ impl<'a> Probe<'a> {
         }
     }
 
-    /// Side by side in one folder, so that a local one is not littered with empty folders.
+    /// A new key. All keys lie directly in one folder, so that a local one is not littered with
+    /// empty folders.
     fn key(&mut self, what: &str) -> Path {
         let key = self.folder.clone().join(format!("probe-{}-{what}", self.unique.as_hyphenated()));
         self.made.push(key.clone());
@@ -257,7 +259,7 @@ impl<'a> Probe<'a> {
         Ok(())
     }
 
-    /// A second create of one object.
+    /// Tries to create one object twice.
     async fn twice(&mut self) -> Result<Outcome> {
         let key = self.key(&format!("twice-{}", self.disturbed));
         let began = Instant::now();
@@ -290,7 +292,7 @@ impl<'a> Probe<'a> {
         })
     }
 
-    /// A create was turned away: for its condition, or as every write would be?
+    /// Finds out whether a create was turned away for its condition, or as every write would be.
     async fn denied(&self, key: &Path, error: StoreError) -> Result<Outcome> {
         match timeout_at(self.end, self.store.put(key, "plain".into())).await {
             Ok(Ok(_)) => {
@@ -314,7 +316,7 @@ pub(crate) async fn race(store: &Arc<dyn ObjectStore>, key: &Path, racers: u32) 
 }
 
 async fn run_race(store: &Arc<dyn ObjectStore>, key: &Path, race: Race, end: Instant) -> Outcome {
-    // Tasks of their own: on several threads, requests really overlap.
+    // In separate tasks: on several threads, requests really overlap.
     let mut running = JoinSet::new();
     for racer in 0..race.racers {
         let (store, key) = (Arc::clone(store), key.clone());
@@ -360,7 +362,7 @@ fn body(racer: u32, len: usize) -> Bytes {
     body.into()
 }
 
-/// What was said, without secrets.
+/// The error's text, without secrets.
 fn said(error: &StoreError) -> String {
     Failure::new(error).to_string()
 }
@@ -375,7 +377,7 @@ async fn create(store: &Arc<dyn ObjectStore>, key: &Path, body: Bytes, end: Inst
         Ok(Err(e @ (StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }))) => {
             Answer::Unsupported(said(&e))
         }
-        // What S3's protocol says of a header that a server does not know.
+        // How the S3 protocol rejects a header that a server does not know.
         Ok(Err(e)) if e.to_string().contains("status code: 501") => Answer::Unsupported(said(&e)),
         Ok(Err(e)) if is_permanent(&e) => Answer::Denied(e),
         Ok(Err(e)) => Answer::Disturbed(said(&e)),
@@ -383,7 +385,7 @@ async fn create(store: &Arc<dyn ObjectStore>, key: &Path, body: Bytes, end: Inst
     }
 }
 
-/// The object; nothing if it is not there; or why that is not known.
+/// The object's bytes, `None` if it is not there, or why that is not known.
 async fn read(
     store: &Arc<dyn ObjectStore>,
     key: &Path,

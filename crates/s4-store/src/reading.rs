@@ -15,10 +15,10 @@ use crate::layout::Part;
 use crate::manifest::{Manifest, ObjectInfo};
 use crate::store::Inner;
 
-/// Bytes from which on hashing leaves the threads that wait for the network.
+/// From this many bytes on, hashing moves off the threads that wait for the network.
 const HASH_ASIDE: usize = 1 << 20;
 
-/// A checkpoint's manifest, and the way to its objects.
+/// A checkpoint's manifest, and access to its objects.
 #[derive(Debug, Clone)]
 pub struct Reading {
     inner: Arc<Inner>,
@@ -67,14 +67,14 @@ impl Reading {
             if hash(bytes.clone()).await == info.blake3 {
                 return Ok(bytes);
             }
-            // Bytes may be damaged in transit: a second copy shows it.
+            // Bytes may be damaged in transit: a second read shows whether the stored ones are.
             if !std::mem::take(&mut again) {
                 return Err(Error::corrupt(key, "its hash is not the one in the manifest"));
             }
         }
     }
 
-    /// Bytes of an object, checked only for their number; the caller has checksums.
+    /// A range of an object's bytes, of which only the length is checked; the caller has checksums.
     ///
     /// # Errors
     /// [`Error::Argument`] if the object has no such range; [`Error::Missing`] if it is gone.
@@ -86,7 +86,7 @@ impl Reading {
         }
         if let Some(path) = self.local_path(n) {
             let found = tokio::task::spawn_blocking(move || std::fs::metadata(path)).await;
-            // Whatever else is wrong shows when it is read.
+            // Any other problem shows when the file is read.
             let size = found.ok().and_then(|found| found.ok()).map(|m| m.len());
             if let Some(size) = size.filter(|&size| size < range.end) {
                 return Err(too_short(&key, size, range.end));
@@ -104,14 +104,14 @@ impl Reading {
     }
 
     /// The file that holds an object, if objects are files in a local folder: for reading many
-    /// small ranges without any check. It need not exist.
+    /// small ranges without any check. The file need not exist.
     #[must_use]
     pub fn local_path(&self, n: u32) -> Option<PathBuf> {
         let (key, _) = self.find(n).ok()?;
         Some(self.inner.folder.as_ref()?.path_of(&key))
     }
 
-    /// The key of the object that the manifest lists as number `n`.
+    /// The key of the object at index `n` of the manifest.
     pub(crate) fn key(&self, n: u32) -> Option<Path> {
         let number = self.manifest.parts.number(n)?;
         Some(self.inner.layout.part(self.id, Part::Data(number)))

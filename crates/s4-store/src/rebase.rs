@@ -10,14 +10,14 @@ use crate::id::CheckpointId;
 use crate::state::Checkpoint;
 use crate::store::Store;
 
-/// What a caller's code may fail with.
+/// An error of the caller's code.
 pub type CallbackError = Box<dyn StdError + Send + Sync>;
 
 /// The part of a rebase that knows what a checkpoint holds.
 #[async_trait::async_trait]
 pub trait Rebaser: Send {
     /// Puts the full content of the first checkpoint of `chain` into `attempt` and returns the new
-    /// manifest's bytes. The rest of the chain is what the first is a delta of, its base last.
+    /// manifest's bytes. The rest of the chain is its ancestors, with the base last.
     async fn write(
         &mut self,
         store: &Store,
@@ -64,7 +64,7 @@ impl Store {
             Ok(blob) => {
                 let staged = attempt.stage(blob, about).await?;
                 if let Err(error) = self.verify_rebase(rebaser, &chain, &staged).await {
-                    // Nothing was said in the log, so nothing but this process knows of the data.
+                    // Nothing is in the log yet, so only this process knows of the data.
                     let _ = self.inner.delete_checkpoint(new).await;
                     return Err(error);
                 }
@@ -87,7 +87,7 @@ impl Store {
         rebaser.write(self, chain, attempt).await
     }
 
-    /// Every object as it is stored, then what the caller makes of it.
+    /// Reads every object back, then lets the caller verify the content.
     async fn verify_rebase(
         &self,
         rebaser: &mut dyn Rebaser,

@@ -11,7 +11,7 @@ use crate::entry::{Entry, Op, Publish, Reference};
 use crate::id::CheckpointId;
 use crate::state::{Checkpoint, End, State};
 
-/// Operations by the number of the entry, that lead to `state` where those entries are lost.
+/// Operations that lead to `state`, by entry number, to take the place of entries that are lost.
 pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     let mut ops = BTreeMap::new();
     let (mut retired, mut aborted) = (BTreeMap::new(), BTreeMap::new());
@@ -31,7 +31,7 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     ops.extend(aborted.into_iter().map(|(n, ids)| (n, Op::Abort { ids })));
     for (id, dead) in &state.dead {
         let End::Replaced { by, had } = dead.how else { continue };
-        // All members of a family hold the same values: the newest one says what they were.
+        // All members of a family hold the same values, so the newest one describes them all.
         let Some(newest) = state.get(state.stands_for(*id)) else { continue };
         if !replacements.contains(id) {
             ops.insert(newest.order, stand_in(newest, *id, had, None));
@@ -51,8 +51,9 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     ops
 }
 
-/// Adds the ended checkpoints that entries name as parent or as replaced, at an earlier one of the
-/// `lost` numbers: nothing more is known about them, or matters.
+/// Adds a stand-in for each checkpoint that has ended but that an entry names as its parent or as
+/// replaced. It gets an earlier one of the `lost` numbers: nothing more is known about it, or
+/// matters.
 pub(crate) fn adopt(
     ops: &mut BTreeMap<u64, Op>,
     state: &State,
@@ -89,8 +90,8 @@ fn push(all: &mut BTreeMap<u64, Vec<CheckpointId>>, entry: u64, id: CheckpointId
     all.entry(entry).or_default().push(id);
 }
 
-/// The entry that listed a checkpoint: for the first time, unless its place in time is an older one and
-/// it took nobody's place.
+/// The operation that listed a checkpoint: `publish`, unless its position in time is before its
+/// entry and it replaced nothing; then `unretire`.
 fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
     let about = checkpoint.about.clone();
     let replaced = about
@@ -103,7 +104,8 @@ fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
     Op::Unretire { about: Box::new(about), order, published_ms }
 }
 
-/// A checkpoint that was replaced later: nothing but its name and manifest matters any more.
+/// Publishes a checkpoint that was replaced later: nothing but its id and its manifest's hash
+/// matters any more.
 fn stand_in(newest: &Checkpoint, id: CheckpointId, had: Digest, old: Option<Reference>) -> Op {
     Op::Publish(Publish {
         id,

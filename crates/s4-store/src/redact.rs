@@ -1,10 +1,11 @@
-//! Text without secrets: what is shown of URLs.
+//! Removes secrets from URLs and text before they are shown.
 
 use std::borrow::Cow;
 
 /// A URL without user, password, query and fragment; other text as it is.
 ///
-/// What looks like a password in pieces (`s3://key:sec/ret@bucket`) hides everything after the scheme.
+/// If a password seems to contain a separator (`s3://key:sec/ret@bucket`), everything after the
+/// scheme is hidden.
 #[must_use]
 pub fn redact_url(text: &str) -> Cow<'_, str> {
     let Some((scheme, rest)) = text.split_once("://") else { return Cow::Borrowed(text) };

@@ -27,7 +27,7 @@ impl Inner {
     ) -> Result<()> {
         let (mut retired, ended): (Vec<_>, Vec<_>) =
             dead.into_iter().partition(|d| d.retired.is_some());
-        // First what needs no entry in the log: on a full disk that makes room for one.
+        // Delete what needs no log entry first: on a full disk, that makes room for one.
         self.delete(ended, report).await;
         let mut batch = MAX_IDS;
         while !retired.is_empty() {
@@ -41,13 +41,13 @@ impl Inner {
                 }
                 Err(e) if is_full(&e) && batch > 1 => {
                     tracing::warn!(error = %e, "no room for a log entry: making some");
-                    // The view is a hint, and the largest one there is.
+                    // The view is only a hint, and the largest one.
                     self.io.delete(&self.layout.view()).await?;
                     self.known.lock().await.viewed = 0;
                     batch = 1;
                     retired.splice(0..0, some);
                 }
-                // Nobody else is there who could list them again.
+                // With `exclusive`, nobody else could list them again.
                 Err(e) if is_full(&e) && exclusive => self.delete(some, report).await,
                 Err(e) if is_full(&e) => {
                     let why = format!("{e}: no room even for a log entry; `exclusive` needs none");
@@ -60,11 +60,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Says in the log that retired checkpoints can never be listed again. Returns those of which that
-    /// is true now.
+    /// Records in the log that these retired checkpoints can never be listed again. Returns those
+    /// for which the log now says so.
     async fn give_up(&self, doomed: &[Doomed]) -> Result<BTreeSet<CheckpointId>> {
         let build = |state: &State| {
-            // One that was listed again and retired again has a new grace.
+            // A checkpoint that was listed again and retired again has a new grace.
             let still = |d: &&Doomed| {
                 let dead = state.dead(d.id).filter(|dead| dead.how == End::Retired);
                 dead.is_some_and(|dead| Some(dead.entry) == d.retired)
@@ -110,8 +110,8 @@ impl Inner {
         }
     }
 
-    /// Gives up attempts by the state of the log when the entry is created: what was published in the
-    /// meantime stays.
+    /// Gives up those attempts that the log still does not know when the entry is created: one that
+    /// was published in the meantime stays.
     pub(crate) async fn abort_orphans(
         &self,
         orphans: Vec<Swept>,
@@ -142,9 +142,9 @@ impl Inner {
         Ok(())
     }
 
-    /// What time it is where the objects get theirs. `seen` is the newest time of an object.
+    /// The time now, by the clock that dates the objects. `seen` is the newest date of an object.
     pub(crate) async fn clock(&self, dry_run: bool, seen: DateTime<Utc>) -> Result<DateTime<Utc>> {
-        // On a disk of this machine that is this machine's clock.
+        // For a disk of this machine, that is this machine's clock.
         if dry_run || self.folder.as_ref().map(Folder::trust) == Some(Trust::Full) {
             return Ok(Utc::now().max(seen));
         }
@@ -157,12 +157,14 @@ impl Inner {
         }
     }
 
-    /// The object store's clock: it stamps what it stores, so only it can tell how old that is.
+    /// The object store's clock. It dates what is stored, so only this clock can tell how old an
+    /// object is.
     async fn store_time(&self) -> Result<DateTime<Utc>> {
         let name = format!("clock-{}", self.options.ids.next().as_hyphenated());
         let key = self.layout.scratch().join(name);
         self.io.put(&key, Bytes::from_static(b"now")).await?;
-        // From a listing, as the times that it is compared with: a look-up may round to seconds.
+        // Taken from a listing, like the times that it is compared with: a look-up may round to
+        // seconds.
         let listed = self.io.list(&self.layout.scratch(), None).await?;
         let now = match listed.into_iter().find(|meta| meta.location == key) {
             Some(meta) => meta.last_modified,

@@ -33,7 +33,7 @@ const LONGEST_GAP: u64 = 10_000;
 /// Something that a repair cannot recover.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Loss {
-    /// The log entry that said it.
+    /// The log entry that held it.
     pub entry: u64,
     /// The checkpoint that is lost, if that is known.
     pub checkpoint: Option<CheckpointId>,
@@ -56,14 +56,14 @@ pub struct RepairReport {
     pub rewritten: Vec<u64>,
     /// Entries that are restored from a view.
     pub reconstructed: Vec<u64>,
-    /// Numbers that are taken by an entry that does nothing.
+    /// Entry numbers that are taken by a `fence`, which does nothing.
     pub fenced: Vec<u64>,
     /// Entries far after the end of the log, which are removed.
     pub removed: Vec<u64>,
     /// Data that no entry of the log names, with its bytes: perhaps of checkpoints that were lost. A
     /// sweep gives it up when it is older than the grace.
     pub unnamed: BTreeMap<CheckpointId, u64>,
-    /// Where copies of all that is overwritten or removed are.
+    /// Where the copies of everything that is overwritten or removed are.
     pub aside: Option<String>,
 }
 
@@ -77,8 +77,8 @@ struct Plan {
 
 impl Store {
     /// Repairs the log of a store, or with `apply` false reports what a repair would do and writes
-    /// nothing. **Nothing else may use the store meanwhile**: it would lose saves of writers and
-    /// confuse readers.
+    /// nothing. **Nothing else may use the store meanwhile**: the repair would lose the saves of
+    /// writers and confuse readers.
     ///
     /// Stopped at any point, it can be run again.
     ///
@@ -197,7 +197,7 @@ impl Inner {
         }
         self.sync_log()?;
         self.reached("repair.mended").await;
-        // Read back from its first entry, which also says whether it is whole now.
+        // Replays the log from its first entry, which also shows whether the log is whole now.
         let state = self.replay().await?;
         view::write(self, &state.into()).await;
         Ok(())
@@ -226,7 +226,7 @@ impl Plan {
         true
     }
 
-    /// Adds an entry in the place of one that was `was`, if that could be read.
+    /// Adds an entry in place of `was`, or of an entry that could not be read.
     fn write(&mut self, inner: &Inner, mut entry: Entry, was: Option<&Entry>) -> Result<()> {
         let n = entry.n;
         entry.prev = self.state.head_hash;
@@ -259,7 +259,7 @@ impl Plan {
         Ok(())
     }
 
-    /// What was pinned, and what was not, before.
+    /// Adds entries that pin and unpin checkpoints as they were before.
     fn pins(&mut self, inner: &Inner, survey: &Salvage, ours: WriteId, now: i64) -> Result<()> {
         let differs =
             |c: &&Checkpoint| self.state.get(c.id()).is_some_and(|after| after.pinned != c.pinned);
@@ -275,7 +275,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Checkpoints that were listed, and are not any more.
+    /// Reports checkpoints that were listed, and are not any more.
     fn missed(&mut self, survey: &Salvage) {
         for (n, id) in
             survey.void.iter().filter_map(|n| Some((*n, published(survey.slots.read.get(n)?)?)))
@@ -283,7 +283,7 @@ impl Plan {
             self.report.losses.retain(|loss| loss.entry != n);
             self.lose(n, Some(id), "its manifest is not there".into());
         }
-        // An entry without effect is no loss where its checkpoint is listed by another one.
+        // An entry without effect is no loss if another entry lists its checkpoint.
         let listed = &self.state;
         self.report.losses.retain(|l| l.checkpoint.is_none_or(|id| listed.get(id).is_none()));
         let told: BTreeSet<_> = self.report.losses.iter().filter_map(|l| l.checkpoint).collect();

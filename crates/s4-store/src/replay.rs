@@ -19,7 +19,7 @@ use crate::view;
 /// How many further entries are asked for one by one before the log is listed.
 const ONE_BY_ONE: u64 = 4;
 
-/// How often a damaged log is looked at again by a process that only reads.
+/// How often a read-only process reads a damaged log again.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The state as this process knows it.
@@ -30,7 +30,7 @@ pub(crate) struct Known {
     pub(crate) viewed: u64,
     /// What is wrong with the log: only where the store was opened read-only.
     pub(crate) damage: Vec<LogDamage>,
-    /// What this process did of late.
+    /// What this process did recently.
     pub(crate) own: Own,
     /// When a damaged log was read.
     read_at: Option<Instant>,
@@ -45,7 +45,7 @@ impl Known {
 impl Inner {
     /// Loads the state: from the view if there is a good one, else from the log alone.
     ///
-    /// A log that is damaged is an error, unless the store was opened read-only: then it is what can
+    /// A damaged log is an error, unless the store was opened read-only: then the state is what can
     /// be proved.
     pub(crate) async fn load(&self) -> Result<Known> {
         let view = view::read(self).await;
@@ -86,9 +86,10 @@ impl Inner {
         self.replay_from(State::default()).await
     }
 
-    /// Applies all entries after a state: those that a listing shows, in parallel, then what came
-    /// after it, one by one. A listing may be stale; a missing answer to a read is the end. The last
-    /// entry of the state itself is read, too: it must be the one that the state ends with.
+    /// Applies all entries after a state: those that a listing shows are read in parallel, then any
+    /// later ones one by one, since the listing may be stale. The first of these that does not
+    /// exist is the end. The last entry of the state itself is read, too: it must be the one that
+    /// the state ends with.
     async fn replay_from(&self, mut state: State) -> Result<State> {
         let from = state.head();
         let offset = (from > 1).then(|| self.layout.entry(from - 1));
@@ -119,8 +120,8 @@ impl Inner {
         Ok(state)
     }
 
-    /// Brings `known` up to date. Where the log does not continue as this process knows it, it is read
-    /// again: it may have been repaired, or put back, since.
+    /// Brings `known` up to date. If the log does not continue as this process knows it, the state
+    /// is loaded again: the log may have been repaired, or put back, since.
     pub(crate) async fn refresh(&self, known: &mut Known) -> Result<()> {
         if known.damage.is_empty() {
             match self.advance(known).await {
@@ -152,7 +153,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Reads up to `most` further entries one by one; says whether the end was reached.
+    /// Applies up to `most` further entries, read one by one; returns whether the end was reached.
     async fn follow(&self, state: &mut State, most: u64) -> Result<bool> {
         for _ in 0..most {
             let n = state.head() + 1;
@@ -164,7 +165,7 @@ impl Inner {
         Ok(false)
     }
 
-    /// Applies the next entry, and shows the state to others.
+    /// Applies the next entry, and settles the state for others to see.
     pub(crate) fn apply(&self, known: &mut Known, entry: &Entry, hash: Digest) -> Result<()> {
         let state = Arc::make_mut(&mut known.state);
         let applied = self.apply_to(state, entry, hash);
@@ -172,7 +173,7 @@ impl Inner {
         applied
     }
 
-    /// Applies the next of many entries.
+    /// Applies the next of many entries, without settling the state.
     fn apply_to(&self, state: &mut State, entry: &Entry, hash: Digest) -> Result<()> {
         let key = self.layout.entry(entry.n).to_string();
         let applied = state.apply(&key, entry, hash);
@@ -190,7 +191,7 @@ impl Inner {
         }
     }
 
-    /// All entries from `from` on; of a damaged log those that can be read.
+    /// All entries from `from` on; if the log is damaged, those that can be read.
     pub(crate) async fn entries(&self, from: u64) -> Result<Vec<Entry>> {
         let (last, damaged) = {
             let mut known = self.known.lock().await;

@@ -12,22 +12,22 @@ use crate::store::{MAX_IDS, Store};
 /// and always the newest. A policy without rules keeps everything.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Retention {
-    /// The newest so many.
+    /// Keeps this many of the newest.
     pub keep_last: Option<usize>,
-    /// Those whose step is a multiple of this.
+    /// Keeps those whose step is a multiple of this.
     pub keep_every: Option<u64>,
-    /// The best by a metric.
+    /// Keeps the best by these metrics.
     pub best: Vec<Best>,
-    /// These, as long as they are listed: for example the one that a run was resumed from.
+    /// Keeps these, as long as they are listed: for example the one that a run was resumed from.
     pub protect: Vec<CheckpointId>,
 }
 
-/// The best checkpoints by one metric. Those that lack the metric are not among them.
+/// The best checkpoints by one metric. Checkpoints without the metric do not count.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Best {
     /// The metric's name.
     pub metric: String,
-    /// How many to keep; the newer one of two equals.
+    /// How many to keep; of two equal ones, the newer.
     pub count: usize,
     /// Whether a larger number is better.
     pub larger: bool,
@@ -39,9 +39,9 @@ pub struct Best {
 pub enum Keep {
     /// It is the newest.
     Newest,
-    /// It is one of the last so many.
+    /// It is one of the newest, by [`Retention::keep_last`].
     Last,
-    /// Its step is a multiple.
+    /// Its step is a multiple of [`Retention::keep_every`].
     Every,
     /// It is among the best by this metric.
     Best(String),
@@ -49,7 +49,7 @@ pub enum Keep {
     Pinned,
     /// The caller protects it.
     Protected,
-    /// This one is kept and needs it.
+    /// This checkpoint is kept and needs it.
     NeededBy(CheckpointId),
     /// There are no rules.
     NoRules,
@@ -68,8 +68,8 @@ impl Retention {
     /// Applies the policy to a state.
     ///
     /// # Errors
-    /// [`Error::Argument`] if checkpoints would go although none has a metric by which the best are to
-    /// be kept: its name may be wrong.
+    /// [`Error::Argument`] if checkpoints would be retired although no checkpoint has the metric by
+    /// which the best are kept: its name may be wrong.
     pub fn plan(&self, state: &State) -> Result<Plan> {
         let list = state.list();
         let mut keep: BTreeMap<CheckpointId, Vec<Keep>> = BTreeMap::new();
@@ -78,7 +78,7 @@ impl Retention {
         }
         let chosen: Vec<_> = keep.keys().copied().collect();
         for id in chosen {
-            // A chain that is broken keeps nothing further: the rules of the log exclude it.
+            // A broken chain, which the rules of the log exclude, keeps nothing further.
             for needed in state.chain(id).unwrap_or_default().iter().skip(1) {
                 let why = keep.entry(needed.id()).or_default();
                 if !why.iter().any(|w| matches!(w, Keep::NeededBy(_))) {
@@ -96,11 +96,11 @@ impl Retention {
         Ok(Plan { keep, retire })
     }
 
-    /// Whether each metric by which the best are to be kept is one that a listed checkpoint has, as
-    /// far as there are any.
+    /// Checks that each metric by which the best are kept is one that a listed checkpoint has.
+    /// Without listed checkpoints there is nothing to check.
     ///
     /// # Errors
-    /// [`Error::Argument`] names the one that none has.
+    /// [`Error::Argument`] names a metric that no checkpoint has.
     pub fn check_metrics(&self, state: &State) -> Result<()> {
         let list = state.list();
         if list.is_empty() {
@@ -120,7 +120,8 @@ impl Retention {
         )))
     }
 
-    /// What a rule names, with the rule. `list` is from the oldest to the newest.
+    /// The checkpoints that the rules keep, each with the rule. `list` is from the oldest to the
+    /// newest.
     fn chosen<'a>(&'a self, list: &[&'a Checkpoint]) -> Vec<(&'a Checkpoint, Keep)> {
         let mut chosen = Vec::new();
         chosen.extend(list.last().map(|c| (*c, Keep::Newest)));

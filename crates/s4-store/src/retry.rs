@@ -14,9 +14,10 @@ use crate::error::{Error, Result};
 use crate::failure::{Answer, Failure};
 use crate::options::Retry;
 
-/// The slowest connection that a transfer may have without being given up, in bytes per second.
+/// The slowest transfer that is not given up, in bytes per second.
 const SLOWEST: u64 = 64 << 10;
-/// Troubles are worth a warning after this long, and again after as long.
+/// Failures that go on for this long cause a warning, and another one each time this long has
+/// passed.
 const WARN_AFTER: Duration = Duration::from_secs(5);
 
 /// Repeats requests to one object store.
@@ -25,12 +26,12 @@ pub struct Retrier {
     retry: Retry,
     /// Whether the server has ever answered.
     met: AtomicBool,
-    /// When a warning was given.
+    /// When the last warning was given.
     warned: Mutex<Option<Instant>>,
 }
 
 impl Retrier {
-    /// By these rules, for a server that has not been reached yet.
+    /// A retrier with these rules, for a server that has not been reached yet.
     #[must_use]
     pub fn new(retry: Retry) -> Self {
         Self { retry, met: AtomicBool::new(false), warned: Mutex::new(None) }
@@ -40,7 +41,7 @@ impl Retrier {
         &self.retry
     }
 
-    /// Repeats a request that may be repeated. `bytes` is how much it transfers.
+    /// Makes a request that may be repeated, with retries. `bytes` is how much it transfers.
     ///
     /// # Errors
     /// [`Error::Missing`] if there is no such object; [`Error::Storage`] after a failure that will not
@@ -89,7 +90,7 @@ impl Retrier {
             if left < self.retry.first_pause {
                 return Err(late(failure));
             }
-            // The last tries come close to the end: they may be the ones that succeed.
+            // Shorter pauses near the end: the last tries may be the ones that succeed.
             let pause = self.retry.pause(attempt, jitter(key, attempt)).min(left / 2);
             self.tell(action, key, &failure, start.elapsed() + pause, end);
             last = Some(failure);
@@ -104,7 +105,7 @@ impl Retrier {
         Arc::new(Parts(self.retry.clone()))
     }
 
-    /// How long a request may be repeated after its last failure.
+    /// How long in all a request may be repeated, after this last failure.
     fn patience(&self, last: Option<&Failure>) -> Duration {
         let stranger = !self.met.load(Ordering::Relaxed);
         match last {
@@ -115,7 +116,8 @@ impl Retrier {
         }
     }
 
-    /// Reports failures that persist, from time to time. `since`: for how long, as of the next try.
+    /// Reports failures that persist, from time to time. `since` is for how long the request will
+    /// have failed at its next try.
     fn tell(&self, action: &str, key: &str, failure: &Failure, since: Duration, end: Instant) {
         tracing::debug!(key, %failure, "could not {action}, trying again");
         if since < WARN_AFTER {
@@ -131,7 +133,7 @@ impl Retrier {
     }
 }
 
-/// Repeats parts of a multipart upload, which belong to it alone.
+/// Repeats parts of a multipart upload; no other writer touches those parts.
 #[derive(Debug)]
 struct Parts(Retry);
 
@@ -185,7 +187,8 @@ mod tests {
         object_store::Error::Generic { store: "x", source: Box::new(io::Error::from(kind)) }
     }
 
-    /// A server that refuses connections for so long.
+    /// Makes a request to a server that refuses connections for `length`; returns the number of
+    /// tries.
     async fn outage(retrier: &Retrier, length: Duration) -> Result<u32> {
         let start = Instant::now();
         let tries = AtomicU32::new(0);

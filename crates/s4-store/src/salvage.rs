@@ -30,7 +30,7 @@ pub(crate) enum Slot {
 pub(crate) struct Slots {
     /// All numbers that are taken.
     pub(crate) taken: BTreeSet<u64>,
-    /// What is at those that were read.
+    /// What was found at the numbers that were read.
     pub(crate) read: BTreeMap<u64, Slot>,
 }
 
@@ -42,8 +42,8 @@ impl Slots {
         })
     }
 
-    /// Whether a view belongs to this log: it has the entry that the view ends with, or an entry that
-    /// was written after that one, or at least nothing else.
+    /// Whether a view belongs to this log: it has the entry that the view ends with, or an entry
+    /// that was written after that one, or at least nothing that contradicts it.
     fn fits(&self, view: &State) -> bool {
         match (self.read.get(&view.head()), self.read.get(&(view.head() + 1))) {
             (Some(Slot::Good(_, hash)), _) => *hash == view.head_hash,
@@ -66,12 +66,12 @@ impl Slots {
     }
 }
 
-/// A state to begin with and the log after it.
+/// The outcome of a salvage: the log as it is stored, and the state that it proves.
 pub(crate) struct Salvage {
     pub(crate) slots: Slots,
     /// What the entries are applied to: a view, or nothing.
     pub(crate) anchor: State,
-    /// Entries whose checkpoints are not there.
+    /// Entries that list a checkpoint whose manifest is not there.
     pub(crate) void: BTreeSet<u64>,
     pub(crate) state: State,
     pub(crate) damage: Vec<LogDamage>,
@@ -130,7 +130,7 @@ impl Inner {
 
     /// Entries from `first` on that list a checkpoint whose manifest is not there.
     async fn without_manifest(&self, state: &State, first: u64) -> Result<BTreeSet<u64>> {
-        // Where two entries do not fit, either may be the one that is not this log's.
+        // Of two entries that do not fit, the earlier one may be the one that is not this log's.
         let listed = state.live.values().filter(|c| c.entry + 1 >= first);
         let look = |(id, len, entry): (CheckpointId, u64, u64)| async move {
             match self.io.head(&self.layout.part(id, Part::Manifest)).await {
@@ -176,7 +176,7 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
                     state.head = *n;
                     state.head_hash = *hash;
                     if !void.contains(n) {
-                        // One that breaks a rule has no effect, as ever.
+                        // An entry that breaks a rule has no effect, as always.
                         let _ = state.salvage(entry);
                     }
                 }

@@ -1,7 +1,8 @@
 //! JSON that carries its own hash: `{...}\n"blake3:<hex>"\n`.
 //!
-//! The next log entry names a log entry's hash, so nothing vouches for the newest one;
-//! the same is true of `repo.json` and of hints. Both lines are JSON: any tool can read them.
+//! Only the next log entry names a log entry's hash, so without a seal nothing would vouch for the
+//! newest one; the same is true of `repo.json` and of hints. Both lines are JSON: any tool can read
+//! them.
 
 use s4_format::Digest;
 use serde::Serialize;
@@ -27,7 +28,7 @@ pub(crate) fn open<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
     parse(key, unseal(bytes).ok_or_else(|| Error::corrupt(key, "its seal does not match"))?)
 }
 
-/// Parses a JSON line, strictly: also in maps no member is there twice.
+/// Parses a JSON line strictly: no member may occur twice, not even in a map.
 pub(crate) fn parse<T: DeserializeOwned>(key: &str, body: &[u8]) -> Result<T> {
     s4_format::json::check(body).map_err(|e| Error::corrupt(key, e))?;
     serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))

@@ -1,4 +1,4 @@
-//! The state that the log means.
+//! The state that the log defines.
 //!
 //! Every reader and writer replays the same entries by the same rules, so all agree on what is
 //! listed. An entry that breaks a rule is void: it keeps its number and changes nothing. Writers
@@ -19,17 +19,17 @@ use crate::lineage::Lineage;
 /// A checkpoint that is listed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Checkpoint {
-    /// What its writer said.
+    /// The checkpoint as its writer described it.
     pub about: Publish,
     /// The log entry that published it.
     pub entry: u64,
-    /// Its position in time: the entry that published it, or an earlier one where that says so; that of
-    /// what it replaces.
+    /// Its position in time: the number of the entry that published it, or an earlier one if that
+    /// entry says so. A replacement has the position of the original.
     pub order: u64,
-    /// The listed checkpoint that it is a delta of. Another one than `about.parent` where that was
+    /// The listed checkpoint that it is a delta of. Differs from `about.parent` if the parent was
     /// replaced by a full checkpoint with the same content.
     pub base: Option<CheckpointId>,
-    /// Whether it may not be retired.
+    /// Whether it is protected from being retired.
     pub pinned: bool,
     /// The writer's clock when it was published, in milliseconds since 1970.
     pub at_ms: i64,
@@ -48,20 +48,21 @@ impl Checkpoint {
         self.about.step
     }
 
-    /// How many checkpoints were made since its base, itself counted ([`crate::About::since_base`]).
+    /// How many checkpoints were made since its base, this one included
+    /// ([`crate::About::since_base`]).
     #[must_use]
     pub fn since_base(&self) -> u32 {
         self.base.map_or(0, |_| self.about.since_base)
     }
 
-    /// The id and the manifest's hash, as a delta against this checkpoint names it.
+    /// The id and the manifest's hash, by which a delta names this checkpoint.
     #[must_use]
     pub fn reference(&self) -> Reference {
         Reference { id: self.id(), manifest_blake3: self.about.manifest_blake3 }
     }
 }
 
-/// An id that can never be listed again.
+/// How an id ended. It is not listed, and can be listed again only while it is [`End::Retired`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dead {
     /// The log entry that ended it.
@@ -78,9 +79,9 @@ pub enum End {
     Retired,
     /// It was listed; another one with the same content replaced it.
     Replaced {
-        /// That one.
+        /// The replacement.
         by: Reference,
-        /// The manifest that it had.
+        /// The hash of its own manifest.
         had: Digest,
     },
     /// It was never listed, or a sweep is about to delete it: it can never be listed again.
@@ -97,14 +98,15 @@ impl End {
     }
 }
 
-/// What the first `head` entries of a log mean.
+/// The state that the first `head` entries of a log define.
 #[derive(Debug, Clone)]
 pub struct State {
     pub(crate) head: u64,
     pub(crate) head_hash: Digest,
     pub(crate) live: BTreeMap<CheckpointId, Checkpoint>,
     pub(crate) dead: BTreeMap<CheckpointId, Dead>,
-    /// Entries that broke a rule since this state was last replayed from a view or from nothing.
+    /// Entries that broke a rule, of those replayed since the state was loaded from a view or from
+    /// nothing.
     pub(crate) void: Vec<(u64, Conflict)>,
     lineage: Lineage,
 }
@@ -215,7 +217,7 @@ impl State {
         Ok(chain)
     }
 
-    /// What a checkpoint is a delta of, also before [`State::settle`].
+    /// The listed checkpoint that this one is a delta of; correct even before [`State::settle`].
     fn base_of(&self, checkpoint: &Checkpoint) -> Option<CheckpointId> {
         checkpoint.base.map(|base| self.lineage.newest(base))
     }
@@ -262,15 +264,15 @@ impl State {
         Ok(verdict)
     }
 
-    /// Brings [`Checkpoint::base`] of all up to date. To be called after one or many entries were
-    /// applied, before the state is shown to anyone.
+    /// Brings [`Checkpoint::base`] of all checkpoints up to date. Must be called after entries were
+    /// applied, once for one or many, before anyone sees the state.
     pub(crate) fn settle(&mut self) {
         self.lineage.settle(&mut self.live);
     }
 
-    /// Applies an entry of a log in which entries before it are damaged: it need not follow this
-    /// state, and of checkpoints that it retires those that are listed go. Says whether it had an
-    /// effect.
+    /// Applies an entry of a log that is damaged before it: the entry need not follow this state,
+    /// and of the checkpoints that it retires only listed ones are retired. Returns the operation
+    /// that took effect.
     pub(crate) fn salvage(&mut self, entry: &Entry) -> std::result::Result<Op, Conflict> {
         let mut entry = entry.clone();
         if let Op::Retire { ids, .. } = &mut entry.op {
@@ -281,7 +283,7 @@ impl State {
         Ok(entry.op)
     }
 
-    /// Carries out an entry that was checked, whatever its number.
+    /// Carries out an entry that was checked already; its number need not be the next one.
     pub(crate) fn follow(&mut self, entry: &Entry) {
         self.change(entry);
         self.head = entry.n;
@@ -292,7 +294,7 @@ impl State {
         self.lineage.newest(id)
     }
 
-    /// Whether the operation would have its effect as the next entry.
+    /// Whether the operation would be valid as the next entry.
     pub(crate) fn check(&self, op: &Op) -> std::result::Result<(), Conflict> {
         match op {
             Op::Publish(publish) => self.check_publish(publish),

@@ -256,13 +256,13 @@ fn the_time_of_a_replay_grows_with_the_log_and_not_with_its_square() {
     let (few, many) = (replacements(4_000), replacements(64_000));
     let (mut state, _) = replay(few.clone());
     assert!(state.void.is_empty() && state.live.len() == 1);
-    // The smaller one several times, for the clock's sake.
+    // The smaller log several times, since a clock's readings vary.
     let small = (0..3).map(|_| replay(few.clone()).1).min().unwrap();
     let (large, took) = replay(many);
     assert!(large.void.is_empty() && large.live.len() == 1);
-    // Sixteen times as long in a straight line, 256 times in a square.
+    // Linear growth would take 16 times as long, quadratic growth 256 times.
     assert!(took < small * 100, "{took:?} for 16 times what takes {small:?}");
-    // One id again and again: void, each time.
+    // Publishing one id again and again is void each time.
     let again = state.live.values().next().unwrap().about.clone();
     let before = state.void.len();
     for _ in 0..50_000 {
@@ -318,7 +318,7 @@ fn an_older_checkpoint_may_be_listed_after_newer_ones() {
     for p in [&first, &newest] {
         assert_eq!(apply(&mut state, Op::Publish(p.clone())), None);
     }
-    // Right before entry 2, one after the other.
+    // Both come right before entry 2, in the order of their entries.
     let late = [2, 3].map(|step| Publish { order: Some(1), ..publish(step, None) });
     for p in &late {
         let op = Op::Publish(p.clone());
@@ -328,11 +328,12 @@ fn an_older_checkpoint_may_be_listed_after_newer_ones() {
     let steps = |state: &State| state.list().iter().map(|c| c.step()).collect::<Vec<_>>();
     assert_eq!(steps(&state), [1, 2, 3, 4]);
     assert_eq!(state.latest().unwrap().id(), newest.id);
-    // None is newer than its entry, whatever it says.
+    // No checkpoint is newer than its entry, whatever it says.
     let boast = Publish { order: Some(u64::MAX), ..publish(5, None) };
     assert_eq!(apply(&mut state, Op::Publish(boast.clone())), None);
     assert_eq!(state.get(boast.id).unwrap().order, 5);
-    // A place of its own is kept by what is retired and listed again, and taken over by what replaces it.
+    // A position of its own survives being retired and listed again, and is taken over by a
+    // replacement.
     assert_eq!(apply(&mut state, retire(&[late[0].id])), None);
     let back = Op::Unretire { about: Box::new(late[0].clone()), order: 1, published_ms: 0 };
     assert_eq!(back.version(), 4);
@@ -355,7 +356,7 @@ fn a_retired_checkpoint_is_listed_again_until_it_is_given_up() {
     let gone = Conflict::ParentGone { child: two.id, parent: one.id, state: "retired" };
     assert_eq!(apply(&mut state, unretire(&two, 3)), Some(gone));
     assert_eq!(apply(&mut state, unretire(&one, 2)), None);
-    // Its place in time is one before it was retired, whatever is said.
+    // Its position in time is before it was retired, whatever the entry says.
     assert_eq!(apply(&mut state, unretire(&two, u64::MAX)), None);
     let back = state.get(two.id).unwrap();
     assert_eq!((back.order, back.at_ms, back.base), (5, 7, Some(one.id)));

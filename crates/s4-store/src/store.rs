@@ -45,9 +45,9 @@ pub(crate) struct Inner {
     pub(crate) recent: Recent,
     /// Nothing is written, and a damaged log is no error.
     pub(crate) read_only: bool,
-    /// Set once this process may write here, for many writers.
+    /// In a store for many writers: set once this process may write.
     writer: OnceCell<()>,
-    /// For one writer at a time.
+    /// Present in a store for one writer at a time.
     pub(crate) lease: Option<Arc<Lease>>,
 }
 
@@ -90,12 +90,12 @@ impl Store {
         }
         let created = create_repo(&io, &layout, place.name(), &repo).await;
         if let (Err(_), Some(lease)) = (&created, &lease) {
-            // It expires, but nobody need wait for that.
+            // The lease would expire, but nobody needs to wait for that.
             let _ = lease.release().await;
         }
         created?;
         if let Some(folder) = &there.folder {
-            // The answer may have been the failure of just this.
+            // The create may have reported failure because this very sync failed.
             folder.sync_names(&there.prefix)?;
         }
         Self::assemble(place, there, options, repo, lease, false).await
@@ -186,7 +186,7 @@ impl Store {
         &self.inner.name
     }
 
-    /// What `repo.json` says.
+    /// The content of `repo.json`.
     #[must_use]
     pub fn repo(&self) -> &Repo {
         &self.inner.repo
@@ -245,7 +245,7 @@ impl Store {
         self.read_manifest(checkpoint).await
     }
 
-    /// As [`Store::read`], for a checkpoint of a state that is known: the log is not read.
+    /// As [`Store::read`], for a checkpoint of a state that is already known: the log is not read.
     ///
     /// # Errors
     /// [`Error::Corrupt`] or [`Error::Missing`] if it is damaged.
@@ -254,7 +254,7 @@ impl Store {
         Ok(Reading::new(Arc::clone(&self.inner), checkpoint.id(), manifest))
     }
 
-    /// Finds out what became of a commit, and makes sure that it stays so.
+    /// Finds out whether a commit of unknown outcome is in the log, and makes the answer final.
     ///
     /// # Errors
     /// If the log cannot be read or written.
@@ -301,7 +301,7 @@ impl Store {
         self.set_pinned(id, true).await
     }
 
-    /// Ends a protection.
+    /// Ends the protection that [`Store::pin`] began.
     ///
     /// # Errors
     /// [`Error::Conflict`] if it is not listed.
@@ -345,11 +345,13 @@ impl Store {
         self.inner.probe().await
     }
 
-    /// Probes the place again and, where several writers are safe, opens a store that allows one writer at a
-    /// time to any number: the only change that is ever made to `repo.json`. This handle has the lease
-    /// meanwhile; afterwards it can only read. Open the store again to write to it.
+    /// Probes the place again and, if several writers are safe there, opens a store for one writer
+    /// at a time to any number of writers: the only change that is ever made to `repo.json`. This
+    /// handle holds the lease meanwhile, and can only read afterwards: open the store again to
+    /// write to it.
     ///
-    /// No process of a version that knows no lease may write to the store meanwhile.
+    /// Meanwhile no process may write to the store with a version of this library that does not
+    /// know leases.
     ///
     /// # Errors
     /// As [`Place::probe`]; [`Error::Refused`] where several writers are not safe; [`Error::Locked`]
@@ -364,17 +366,18 @@ impl Store {
         released.map(|()| found)
     }
 
-    /// Ends writing: deletes the lease, if this handle has one; the next write takes it again. While other
-    /// writers are active it checks once more that what it committed is there, and makes sure of it.
+    /// Ends writing: deletes the lease, if this handle has one; the next write takes it again. If
+    /// other writers are active, it checks once more that its own commits are in the log, and
+    /// commits again what was lost.
     ///
     /// # Errors
-    /// If the lease cannot be removed (it expires by itself then); if the log cannot be read;
+    /// If the lease cannot be removed (it then expires); if the log cannot be read;
     /// [`Error::SaveLost`].
     pub async fn release(&self) -> Result<()> {
         if let Some(lease) = &self.inner.lease {
             return lease.release().await;
         }
-        // Whatever holds the lock is a commit, and looks by itself.
+        // If the lock is held, it is by a commit, which makes this check itself.
         let others = self.inner.known.try_lock().is_ok_and(|known| known.own.others_are_near());
         if others {
             self.inner.append(|_| Ok(None)).await?;
@@ -382,8 +385,8 @@ impl Store {
         Ok(())
     }
 
-    /// Removes leases of other processes, and names these. Only for processes that are known to be dead: one
-    /// that is alive notices before its next commit, and loses its save.
+    /// Removes the leases of other processes and returns their holders. Only for processes that are
+    /// known to be dead: one that is alive notices before its next commit, and loses its save.
     ///
     /// # Errors
     /// [`Error::Argument`] for a store that allows many writers, which has none.
@@ -394,7 +397,8 @@ impl Store {
         }
     }
 
-    /// All entries of the log, from `from` (at least 1) on; of a damaged log those that can be read.
+    /// All log entries from number `from` (at least 1) on; if the log is damaged, those that can be
+    /// read.
     ///
     /// # Errors
     /// If the log cannot be read.
@@ -404,8 +408,9 @@ impl Store {
 }
 
 impl Place {
-    /// Finds out whether several writers are safe in this place, with or without a store. A folder that is created for it is
-    /// removed again. If it takes long, progress is reported as `tracing` events.
+    /// Finds out whether several writers are safe in this place, whether it holds a store or not. A
+    /// folder that is created for the probe is removed again. A long probe reports progress as
+    /// `tracing` events.
     ///
     /// # Errors
     /// [`Error::ProbeDisturbed`] if too few trials had clean answers until the deadline of
@@ -416,7 +421,7 @@ impl Place {
         let scratch = Layout::new(there.prefix.clone()).scratch();
         let found = probe(&there.store, &scratch, options, there.folder.is_some()).await;
         if let Some(new) = new {
-            // These remove nothing that holds something.
+            // `remove_dir` removes only empty folders.
             let _ = std::fs::remove_dir(new.join(scratch.as_ref()));
             let _ = std::fs::remove_dir(new);
         }
@@ -424,12 +429,12 @@ impl Place {
     }
 }
 
-/// Ids in one log entry, which bounds its size.
+/// Most ids in one log entry, which bounds its size.
 pub(crate) const MAX_IDS: usize = 500;
 
 impl Inner {
-    /// Makes sure that this process may write: takes the lease where there is one writer at a time, and
-    /// probes again what was moved to another server.
+    /// Makes sure that this process may write: takes the lease of a store for one writer at a time,
+    /// or probes again if the store was moved to another server.
     pub(crate) async fn ensure_writer(&self) -> Result<()> {
         if self.read_only {
             return Err(Error::ReadOnly { place: self.name.clone() });
@@ -440,7 +445,7 @@ impl Inner {
         if !lease.take().await? {
             return Ok(());
         }
-        // It may have been opened to many writers since.
+        // The store may have been opened to many writers since.
         let same = self.check_repo().await;
         if same.is_err() {
             let _ = lease.release().await;
@@ -497,7 +502,7 @@ impl Inner {
         )))
     }
 
-    /// Checks that `repo.json` is there, and says what it said.
+    /// Checks that `repo.json` is there and still has the same id and mode.
     pub(crate) async fn check_repo(&self) -> Result<()> {
         let gone = |what: &str| Error::Gone { place: self.name.clone(), what: what.to_owned() };
         match read_repo(&self.io, &self.layout).await {
@@ -512,14 +517,14 @@ impl Inner {
         }
     }
 
-    /// Whether the log is written with conditional creates. Where one writer at a time is allowed they
-    /// are merely another guard.
+    /// Whether the log is written with conditional creates. In a store for one writer at a time
+    /// they are merely an additional guard.
     pub(crate) fn creates_entries(&self) -> bool {
         let repo = &self.repo;
         repo.mode == Mode::Many || (repo.probe.refuses_second && repo.probed_at == self.server)
     }
 
-    /// A checkpoint's manifest, checked against what the log says of it.
+    /// A checkpoint's manifest, checked against what the log says about it.
     pub(crate) async fn manifest_of(&self, about: &Publish) -> Result<Manifest> {
         let key = self.layout.part(about.id, Part::Manifest);
         let max = about.manifest_len.min(MAX_MANIFEST);
@@ -540,7 +545,7 @@ impl Inner {
         Ok(manifest)
     }
 
-    /// Requests in flight at once.
+    /// How many requests may be in flight at once.
     pub(crate) fn concurrency(&self) -> usize {
         self.options.concurrency.max(1)
     }
@@ -622,7 +627,8 @@ fn lease_for(
     (mode == Mode::Single).then(lease)
 }
 
-/// Creates `repo.json`. Whatever is answered, what is there counts: our own, or another creator's.
+/// Creates `repo.json`. Whatever the answer, what counts is the object that is there afterwards:
+/// our own, or another creator's.
 async fn create_repo(io: &Io, layout: &Layout, place: &str, repo: &Repo) -> Result<()> {
     let key = layout.repo();
     let bytes = Bytes::from(repo.to_bytes(key.as_ref())?);

@@ -31,7 +31,8 @@ pub struct SweepOptions {
     pub grace: Duration,
     /// The caller knows that nothing else uses the store: any grace is allowed.
     pub exclusive: bool,
-    /// Only say what would be done, and write nothing at all; the time is then this machine's.
+    /// Only report what would be done, and write nothing at all; the time is then taken from this
+    /// machine's clock.
     pub dry_run: bool,
 }
 
@@ -60,7 +61,7 @@ pub enum Why {
     TooYoung,
 }
 
-/// One thing that a sweep decided.
+/// One decision of a sweep.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Swept {
     /// A checkpoint's folder, or an object or file.
@@ -104,7 +105,7 @@ impl SweepReport {
     }
 }
 
-/// Folders that are listed one by one; of more, everything is listed.
+/// Up to this many folders are listed one by one; beyond that, all of `ck/` is listed at once.
 const FOLDERS: usize = 64;
 
 /// The objects of one checkpoint or attempt that is not listed.
@@ -115,14 +116,14 @@ struct Found {
     keys: Vec<Path>,
 }
 
-/// What is to be deleted, or given up.
+/// A checkpoint or attempt that is not listed, with the decision about its data.
 #[derive(Clone)]
 pub(crate) struct Doomed {
     pub(crate) swept: Swept,
     pub(crate) id: CheckpointId,
     pub(crate) keys: Vec<Path>,
-    /// The entry that retired it, if it was retired: it could be listed again if the log did not
-    /// forbid that first.
+    /// The entry that retired it, if it was retired: such a checkpoint could be listed again, so
+    /// the log must forbid that before its data is deleted.
     pub(crate) retired: Option<u64>,
 }
 
@@ -140,7 +141,8 @@ struct Facts {
 
 impl Store {
     /// Deletes the data of checkpoints that were retired, and of attempts that were given up; gives
-    /// up attempts that have been silent for long. Safe while writers and readers are active, and to repeat.
+    /// up attempts that have been silent for long. Safe while writers and readers are active, and
+    /// safe to repeat.
     ///
     /// # Errors
     /// [`Error::Argument`] if the grace is too short; [`Error::ReadOnly`] unless it is a dry run; if
@@ -181,7 +183,7 @@ impl Store {
             report.aborted = orphans;
             return Ok(report);
         }
-        // What the log says must be on disk before anything is deleted for it.
+        // The log entries must be on disk before anything is deleted because of them.
         inner.sync_log()?;
         inner.remove(dead, options.exclusive, &mut report).await?;
         inner.reached("sweep.judged").await;
@@ -272,7 +274,7 @@ impl Inner {
                 None => report.foreign.push(meta.location.to_string()),
             }
         }
-        // An empty folder on a disk is nothing, and goes when it is old enough to be nobody's.
+        // An empty folder on a disk holds nothing to delete.
         all.retain(|_, found| !found.keys.is_empty());
         Ok(all)
     }
@@ -292,7 +294,7 @@ impl Inner {
                 // An entry that a stale listing does not show counts as new.
                 let ended = facts.entry_times.get(&dead.entry).copied().unwrap_or(facts.now);
                 match dead.how {
-                    // It was never listed, or had its grace: it need not wait once it is given up.
+                    // It was never listed, or its grace is over: once given up, it need not wait.
                     End::Aborted => (Why::Aborted, None),
                     End::Retired => (Why::Retired, Some(ended)),
                     End::Replaced { .. } => (Why::Replaced, Some(ended)),
@@ -308,7 +310,8 @@ impl Inner {
         Ok(Doomed { swept, id, keys: found.keys.clone(), retired })
     }
 
-    /// Whether the log entry that ended a checkpoint says so: what the state says may come from a view.
+    /// Checks that the log entry which ended a checkpoint really says so, since the state may come
+    /// from a view.
     fn check_end(&self, facts: &Facts, id: CheckpointId, dead: Dead) -> Result<()> {
         let named = |entry: &Entry| match (&entry.op, dead.how) {
             (Op::Retire { ids, .. }, End::Retired) | (Op::Abort { ids }, End::Aborted) => {
@@ -328,7 +331,7 @@ impl Inner {
         }
     }
 
-    /// Objects of probes that did not come to their end.
+    /// Deletes what unfinished probes left in the scratch folder, if it is older than the grace.
     async fn sweep_scratch(&self, facts: &Facts, options: &SweepOptions, report: &mut SweepReport) {
         for meta in &facts.scratch {
             if !is_older(facts.now, meta.last_modified, options.grace) {
@@ -342,7 +345,7 @@ impl Inner {
         }
     }
 
-    /// Files of killed writers in a local folder, which object stores do not list.
+    /// Deletes files that killed writers left in a local folder, where listings do not show them.
     fn sweep_leftovers(
         &self,
         facts: &Facts,
@@ -363,8 +366,8 @@ impl Inner {
     }
 }
 
-/// Whether `then` is at least `grace` before `now`. Where there is none, no clock is asked: it may have been set
-/// back since `then`.
+/// Whether `then` is at least `grace` before `now`. A grace of zero is over whatever the clocks
+/// say: they may have been set back since `then`.
 fn is_older(now: DateTime<Utc>, then: DateTime<Utc>, grace: Duration) -> bool {
     if grace.is_zero() {
         return true;

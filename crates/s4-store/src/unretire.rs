@@ -24,9 +24,9 @@ struct Before {
 }
 
 impl Store {
-    /// Lists retired checkpoints again, with their metrics, tags and place in time, and with them those
-    /// that they are deltas of if these are retired, too. Returns what was listed, a base before its
-    /// deltas. Reads the whole log.
+    /// Lists retired checkpoints again, with their metrics, tags and position in time, and their
+    /// ancestors if these are retired, too. Returns what was listed, a base before its deltas.
+    /// Reads the whole log.
     ///
     /// # Errors
     /// [`Error::Conflict`] with [`Conflict::NotRetired`] if one is not retired, or a sweep has given it
@@ -35,7 +35,8 @@ impl Store {
     pub async fn unretire(&self, ids: &[CheckpointId]) -> Result<Vec<Checkpoint>> {
         let inner = &self.inner;
         inner.ensure_writer().await?;
-        // From the first entry on: a view of an earlier version does not know what a sweep gave up.
+        // Reads from the first entry on: a view of an earlier version does not know what a sweep
+        // gave up.
         let (state, mut before) = history(&inner.entries(1).await?);
         let order = wanted(&state, &before, ids)?;
         for id in &order {
@@ -90,7 +91,7 @@ fn wanted(
         while let Some(id) = next.filter(|id| !order.contains(id) && chain.len() < MAX_CHAIN) {
             match state.dead(id).map(|d| d.how) {
                 Some(End::Retired) => chain.push(id),
-                // What a retired one needs is still listed.
+                // The rest of the chain is still listed.
                 None if !chain.is_empty() && state.get(id).is_some() => break,
                 how => {
                     let listed = if state.get(id).is_some() { "listed" } else { "unknown" };
@@ -110,7 +111,8 @@ fn wanted(
 }
 
 impl Inner {
-    /// Looks whether a checkpoint's manifest is as the log says, and its objects as the manifest says.
+    /// Checks that a checkpoint's manifest is as the log says, and that its objects have the sizes
+    /// that the manifest says.
     async fn check_whole_again(&self, about: &Publish) -> Result<()> {
         let manifest = self.manifest_of(about).await?;
         let look = |(n, len)| async move {

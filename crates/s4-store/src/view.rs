@@ -52,7 +52,7 @@ pub(crate) async fn read(inner: &Inner) -> Option<State> {
     }
 }
 
-/// Stores a view, or says why not.
+/// Stores a view; a failure is only logged.
 pub(crate) async fn write(inner: &Inner, state: &Arc<State>) {
     let view = View {
         v: VERSION,

@@ -1,8 +1,8 @@
-//! A checkpoint store in storage of one's own: whatever implements `object_store::ObjectStore`.
+//! A checkpoint store in your own storage: anything that implements `object_store::ObjectStore`.
 //!
-//! Here that is a store in memory. A program would pass the client that it has already, or a wrapper of one
-//! that counts, caches or refuses. (Folders and the usual buckets need no code: [`CheckpointStore::create`]
-//! takes a path or a URL.)
+//! Here that is a store in memory. A program would pass the client that it already has, or a
+//! wrapper that counts, caches or refuses requests. (Folders and the usual buckets need no code:
+//! [`CheckpointStore::create`] takes a path or a URL.)
 
 use std::sync::Arc;
 
@@ -16,13 +16,13 @@ type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 fn main() -> Outcome<()> {
     let place = Place::objects(Arc::new(InMemory::new()), Path::from("runs/a"));
     let options = StoreOptions {
-        // The last three checkpoints stay listed, and whatever these need.
+        // The last three checkpoints stay listed, and those that they need.
         retention: Some(Retention { keep_last: Some(3), ..Retention::default() }),
-        // Restoring reads one checkpoint besides a base.
+        // Restoring reads at most one checkpoint besides a base.
         max_hops: 1,
         ..StoreOptions::default()
     };
-    // Creating tries first whether the place keeps what a store relies on.
+    // Creating a store first probes whether the place can do what a store relies on.
     let store = CheckpointStore::create_at(&place, options)?;
     let mut weights: Vec<f32> = (0..20_000).map(|i| (i as f32).sin()).collect();
     for step in 0..6 {

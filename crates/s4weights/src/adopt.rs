@@ -18,7 +18,7 @@ use crate::writer::Writer;
 pub(crate) struct Adopted {
     /// The objects that hold the chunks.
     pub(crate) objects: Vec<Object>,
-    /// What the chunks of deltas are predicted from.
+    /// The parent that deltas among the chunks are predicted from.
     pub(crate) parent: Option<manifest::Parent>,
     roles: Roles,
     /// Parameters of the role table so far.
@@ -30,13 +30,13 @@ impl Adopted {
         self.objects.iter().map(|o| o.bytes).sum()
     }
 
-    /// The role table of all; `None` if nobody had one.
+    /// The merged role table; `None` if no index has one.
     pub(crate) fn take_roles(&mut self) -> Option<Roles> {
         Some(std::mem::take(&mut self.roles)).filter(|r| !r.tensors.is_empty())
     }
 }
 
-/// Numbers of one index, in the one that adopts it.
+/// What to add to the numbers of one index in the index that adopts it.
 struct Shift {
     tensors: usize,
     packs: usize,
@@ -52,8 +52,8 @@ impl Writer {
     /// none of its own.
     ///
     /// # Errors
-    /// `Format` if the index is damaged; `Argument` if a name is taken, if the index is of a file that has
-    /// its chunks in it, or if it is a delta of another checkpoint than those before.
+    /// `Format` if the index is damaged; `Argument` if a name is taken, if the index is that of a
+    /// file, which has its chunks in it, or if it has another parent than those before.
     ///
     /// [`Written::index`]: crate::Written::index
     pub fn adopt(&mut self, index: Bytes) -> Result<()> {
@@ -90,7 +90,7 @@ impl Writer {
                     let missing = || s4_format::Error::corrupt("a tensor block was not read");
                     let bytes = block.ok_or_else(missing).and_then(|b| b).map_err(of);
                     let bytes = bytes.at(&self.name)?;
-                    // A tensor table's blocks have lengths of 32 bits.
+                    // Block lengths have 32 bits in a tensor table.
                     let block = Block { offset: 0, len: bytes.len() as u32, crc: crc32c(&bytes) };
                     let at = match pack {
                         true => usize::MAX - shift.pack(number)? as usize,

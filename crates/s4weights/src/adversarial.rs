@@ -1,4 +1,4 @@
-//! Values that are hard on everything here, for tests and self-tests.
+//! Values that are hard for every part of this project, for tests and self-tests.
 
 use s4_format::DType;
 use s4_planes::Width;

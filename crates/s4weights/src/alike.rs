@@ -1,5 +1,6 @@
-//! Tensors of one checkpoint that are alike, as those of a model's layers are: what was chosen for the first of them is
-//! tried first for the others, which takes a fraction of the time of comparing all ways.
+//! Similar tensors of one checkpoint, such as those of a model's layers: the choice for the first
+//! of them is tried first for the others, which takes a fraction of the time that comparing all
+//! candidates does.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
@@ -11,10 +12,11 @@ use s4_format::manifest::RoleKind;
 use crate::parallel::lock;
 use crate::pipeline::Run;
 
-/// Tensors of more values are planned each for itself: that takes a small part of what encoding them does.
+/// Tensors with more values are planned separately: for them planning takes little time compared
+/// with encoding.
 const MOST_VALUES: u64 = 1 << 20;
 
-/// What tensors that are alike have in common.
+/// What similar tensors have in common.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Kind {
     /// Their name without its digits.
@@ -26,24 +28,25 @@ struct Kind {
     has_moments: bool,
 }
 
-/// What was chosen for the first tensor of each kind.
+/// The choice for the first tensor of each kind.
 #[derive(Default)]
 pub(crate) struct Alike(Mutex<HashMap<Kind, Option<Choice>>>);
 
 /// Tensors of a run that are planned together.
 #[derive(Default)]
 pub(crate) struct Round {
-    /// Their numbers.
+    /// Their indices in the run.
     pub(crate) tensors: Vec<usize>,
-    /// Of each what is tried first.
+    /// For each tensor, the choice to try first.
     pub(crate) choices: Vec<Option<Choice>>,
-    /// Those that are the first of their kinds, by their places above.
+    /// The tensors that are the first of their kinds, as positions in `tensors`.
     firsts: Vec<(usize, Kind)>,
 }
 
 impl Alike {
-    /// Takes tensors out of those of a run that are left: all but those that are like one of them. `known`: what was
-    /// chosen for each before. Which tensor is the first of its kind does not depend on where a run ends.
+    /// Takes from `left` the tensors of a run to plan now: all except those that are similar to one
+    /// taken in this round. `known` holds the choice made for each by an earlier save. Which tensor
+    /// is the first of its kind does not depend on where a run ends.
     pub(crate) fn round(
         &self,
         (preset, run): (Preset, &Run<'_>),
@@ -68,7 +71,7 @@ impl Alike {
         round
     }
 
-    /// Notes what was chosen for the first tensors of a round.
+    /// Records the choices for the first tensors of a round.
     pub(crate) fn note(&self, round: Round, plans: &[TensorPlan]) {
         let chosen = round.firsts.into_iter();
         let chosen = chosen.map(|(at, kind)| (kind, plans[at].choice.map(Choice::for_one_alike)));
@@ -79,7 +82,7 @@ impl Alike {
 fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
     let t = &run.tensors[i];
     let small = t.values.bytes() / t.dtype.value_width() as u64 <= MOST_VALUES;
-    // Other presets have little to compare.
+    // Other presets compare few candidates.
     let compares = matches!(preset, Preset::Balanced | Preset::Small);
     (small && compares).then(|| Kind {
         name: run.names[i].chars().filter(|c| !c.is_ascii_digit()).collect(),
@@ -123,7 +126,7 @@ mod tests {
         }
     }
 
-    /// The tensors of each round, and those of which something is tried first.
+    /// The tensors of each round, and for each whether a choice is tried first.
     fn rounds(
         alike: &Alike,
         preset: Preset,
@@ -162,11 +165,11 @@ mod tests {
         let first: Vec<_> = [0, 2, 3, 4, 5].map(|i| (i, false)).into();
         let found = rounds(&Alike::default(), Preset::Balanced, &run, &[]);
         assert_eq!(found, [first, [1, 6, 7].map(|i| (i, true)).into()]);
-        // What is known of a tensor itself comes first.
+        // A choice known for the tensor itself takes precedence.
         let found = rounds(&Alike::default(), Preset::Balanced, &run, &[0, 6]);
         let is_known = |i: usize| (i, [0, 6].contains(&i));
         assert_eq!(found, [[0, 1, 2, 3, 4, 5, 6].map(is_known).to_vec(), vec![(7, true)]]);
-        // There is little to compare.
+        // This preset compares little, so everything is planned in one round.
         let found = rounds(&Alike::default(), Preset::Fast, &run, &[]);
         assert_eq!(found, [(0..8).map(|i| (i, false)).collect::<Vec<_>>()]);
     }

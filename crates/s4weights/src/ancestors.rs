@@ -17,25 +17,26 @@ use crate::parent::{Parent, ParentRange, ParentTensor, Snapshot, SnapshotTensor}
 use crate::reader::Reader;
 
 impl Reader {
-    /// Hash of the manifest of the checkpoint that differences are taken from, if there are any.
+    /// Hash of the parent's manifest, if this checkpoint is a delta.
     pub fn parent_digest(&self) -> Option<Digest> {
         self.manifest.parent.map(|p| p.manifest)
     }
 
-    /// Gives the parent, as [`crate::ReadOptions::parents`] would when it is wanted. One that is
-    /// there already stays.
+    /// Sets the parent, instead of [`crate::ReadOptions::parents`] finding it when it is needed. A
+    /// parent that is already set stays.
     ///
     /// # Errors
     /// [`Error::Parent`] if it is another checkpoint, [`Error::Argument`] if this one has none.
     pub fn set_parent(&self, parent: Arc<Self>) -> Result<()> {
         let checked = self.checked(None, parent)?;
-        // Two calls at once give the same checkpoint.
+        // Calls at the same time set the same checkpoint.
         let _ = self.parent.set(checked);
         Ok(())
     }
 
-    /// What this checkpoint's values must be: values that were read from it and are still in memory
-    /// can be the parent of the next one ([`crate::MemoryParent`]).
+    /// The checksums of this checkpoint's values. With them, values that were read from the
+    /// checkpoint and are still in memory can be the parent of the next one
+    /// ([`crate::MemoryParent`]).
     ///
     /// # Errors
     /// As reading the index.
@@ -73,8 +74,8 @@ impl Reader {
         }
     }
 
-    /// A parent that is the one that it must be. Depths fall by one along a chain and are bounded in
-    /// every manifest, so that no chain is endless.
+    /// Checks that `found` is the parent. Depths fall by one along a chain and are bounded in every
+    /// manifest, so that no chain is endless.
     fn checked(&self, tensor: Option<usize>, found: Arc<Self>) -> Result<Arc<Self>> {
         let Some(expected) = self.manifest.parent else {
             return Err(Error::Argument(format!("{}: it has no parent", self.name)));
@@ -108,8 +109,8 @@ impl Reader {
         Ok(self.parent.get_or_init(|| found))
     }
 
-    /// The parent and the number of the tensor there that a tensor's plan predicts from, which must
-    /// have its type and shape; `None` if it is stored by itself.
+    /// The parent, and the number of its tensor that a tensor's plan predicts from, which must have
+    /// the same type and shape; `None` if the tensor is not a delta.
     pub(crate) fn input(&self, tensor: usize) -> Result<Option<(&Arc<Self>, usize)>> {
         let t = &self.tensors[tensor];
         let Some((_, number)) = self.manifest.plans[usize::from(t.plan)].parent() else {
@@ -126,8 +127,8 @@ impl Reader {
         Ok(Some((parent, number as usize)))
     }
 
-    /// The numbers of the tensors of this checkpoint that decoding a tensor needs, which have as many values: what it is
-    /// a copy of, or its moments.
+    /// The numbers of the tensors of this checkpoint that decoding a tensor needs: the original of
+    /// a copy, or the moments. All have as many values as the tensor.
     pub(crate) fn own_inputs(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
         match self.manifest.plans[usize::from(self.tensors[tensor].plan)].moments() {
             Some(moments) => self.moments(tensor, moments, side).map(Vec::from),
@@ -135,7 +136,8 @@ impl Reader {
         }
     }
 
-    /// The moments of a tensor, which must be of the dtypes that its side data says, and need no others themselves.
+    /// Checks the moments of a tensor: they must have the dtypes that its side data says, and need
+    /// no other tensors themselves.
     fn moments(&self, tensor: usize, numbers: [u32; 2], side: &Side) -> Result<[usize; 2]> {
         let values = self.tensors[tensor].values().at(&self.name)?;
         let dtypes = moment_dtypes(side).map_err(|e| e.in_tensor(self.label(tensor)));
@@ -156,8 +158,9 @@ impl Reader {
         Ok(numbers.map(|n| n as usize))
     }
 
-    /// The number of the tensor of this checkpoint that a tensor's plan predicts from: as many values of
-    /// the same dtype, or of twice the width; `None` if it predicts from none.
+    /// The number of the tensor of this checkpoint that a tensor is a copy of: it has as many
+    /// values of the same dtype, or of float32 if the copy is rounded. `None` if the tensor is not
+    /// a copy.
     pub(crate) fn own_input(&self, tensor: usize) -> Result<Option<usize>> {
         let t = &self.tensors[tensor];
         let plan = &self.manifest.plans[usize::from(t.plan)];
@@ -180,8 +183,8 @@ impl Reader {
         Err(e).at(&self.name)
     }
 
-    /// Finds the ancestors that tensors with chunks of their own need, and reads what their index
-    /// says of them.
+    /// Finds the ancestors that tensors with chunks of their own need, and reads the blocks of all
+    /// tensors involved.
     pub(crate) fn prepare(&self, hosts: &[usize]) -> Result<()> {
         let above = self.prepare_beside(hosts)?;
         match self.parent.get() {
@@ -190,7 +193,7 @@ impl Reader {
         }
     }
 
-    /// As [`Reader::prepare`], of what the tensors need besides their parents: gives these, by number there.
+    /// As [`Reader::prepare`], but leaves out the parent's tensors and returns their numbers.
     fn prepare_beside(&self, hosts: &[usize]) -> Result<Vec<usize>> {
         let blocks = self.blocks(hosts)?;
         let (mut above, mut beside, mut moments) = (vec![], vec![], vec![]);
@@ -216,8 +219,9 @@ impl Reader {
         Ok(above)
     }
 
-    /// As [`Reader::prepare`], of moments that contexts are told from. Neither they nor what they are differences from
-    /// need other tensors: so what is read of a chain grows with the square of its length, and no faster.
+    /// As [`Reader::prepare`], for moments that contexts are derived from. Neither they nor what
+    /// they are deltas of may need other tensors, so that what is read grows with the square of the
+    /// chain's length and no faster.
     fn prepare_moments(&self, mut hosts: Vec<usize>) -> Result<()> {
         hosts.sort_unstable();
         hosts.dedup();
@@ -236,7 +240,8 @@ impl Reader {
         }
     }
 
-    /// Prepares the moments that tensors need besides their parents' values, but for those that are `given`.
+    /// Prepares the moments that applying deltas needs, except for those that are wanted as a whole
+    /// themselves.
     pub(crate) fn prepare_applied(&self, wants: &[Want<'_>]) -> Result<()> {
         let given: HashSet<usize> =
             wants.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
@@ -253,7 +258,7 @@ impl Reader {
         self.prepare_moments(moments.into_iter().map(|t| self.host(t)).collect())
     }
 
-    /// Whether this checkpoint, or an ancestor that is known, is slow to answer.
+    /// Whether this checkpoint, or a known ancestor, is slow to answer.
     pub(crate) fn any_remote(&self) -> bool {
         self.request_size() > LOCAL_REQUEST || self.parent.get().is_some_and(|p| p.any_remote())
     }
@@ -323,7 +328,7 @@ impl Parent for Reader {
             // Depths fall by one along a chain, and are bounded.
             Ok(Some((parent, above))) => parent.expected(above as u32)?,
             Ok(None) => None,
-            // The index can be read without the parent.
+            // The index must be readable without the parent.
             Err(Error::Parent { .. }) => return Ok(None),
             Err(e) => return Err(e),
         };

@@ -1,4 +1,4 @@
-//! Applying a delta in place: memory that holds the parent's values becomes this checkpoint's.
+//! Applying a delta in place: memory that holds the parent's values gets this checkpoint's.
 //!
 //! No ancestor is opened or read, unless contexts come from moments that are not applied as well. The
 //! checksum of every chunk's values is compared afterwards, so memory that held something else is an error
@@ -12,8 +12,8 @@ use crate::options::{Meter, thread_count};
 use crate::reader::Reader;
 
 impl Reader {
-    /// As [`Reader::read_into`], of buffers that hold the values that the tensors have in the parent. Those
-    /// that are stored by themselves are read, whatever the buffers hold.
+    /// As [`Reader::read_into`], for buffers that hold the tensors' values in the parent. Tensors
+    /// that are not deltas are read, whatever their buffers hold.
     ///
     /// # Errors
     /// As [`Reader::read_into`]; `Argument` if a tensor is asked for twice. The buffers' content is
@@ -27,7 +27,7 @@ impl Reader {
         done
     }
 
-    /// Whole tensors, by number, and the buffers of their size.
+    /// Checks requests for whole tensors, by number, with buffers of their size.
     pub(crate) fn wants<'a>(
         &self,
         requests: &'a mut [(usize, &mut [u8])],
@@ -49,7 +49,7 @@ impl Reader {
         Ok(wants)
     }
 
-    /// Refuses to apply a difference twice.
+    /// Fails if a tensor is requested twice: a delta must not be applied twice.
     pub(crate) fn each_once(&self, numbers: impl Iterator<Item = usize>) -> Result<()> {
         let mut seen = HashSet::new();
         for number in numbers {
@@ -67,7 +67,7 @@ impl Reader {
         self.in_order(wants, |wants, given| {
             let blocks = self.blocks(&self.hosts(&wants))?;
             let mut jobs = self.jobs_beside(wants, given, &blocks)?;
-            // A tensor that is wanted whole has its chunks whole; tensors of a pack are no deltas.
+            // A whole tensor consists of whole chunks; tensors of a pack are not deltas.
             jobs.iter_mut().for_each(|job| job.in_place = job.delta && job.is_whole());
             self.run(self.request_spans(jobs, threads), &blocks, meter)
         })

@@ -18,24 +18,24 @@ use crate::parallel::pool;
 const PIECE: usize = 16 << 20;
 /// The most pieces that are hashed and written at once.
 const TOGETHER: usize = 4;
-/// Pieces with copied bytes in flight besides the one that is being filled.
+/// Most pieces with copied bytes in flight, besides the one that is being filled.
 const IN_FLIGHT: usize = 2;
 /// With more threads, memory bandwidth is the limit.
 const HELPERS: usize = 16;
 
-/// The sink and the hash of what it was given, once the threads have ended.
+/// A sink, and the hash of what was written to it.
 pub(crate) struct HashedSink {
     pub(crate) sink: OpenSink,
     pub(crate) hasher: TreeHasher,
 }
 
 impl HashedSink {
-    /// Of a sink that was given nothing.
+    /// For a sink that was given nothing yet.
     pub(crate) fn new(sink: OpenSink) -> Self {
         Self { sink, hasher: TreeHasher::default() }
     }
 
-    /// Takes pieces, with the threads of a pool.
+    /// Hashes and writes pieces, with the threads of a pool.
     fn put(&mut self, pieces: &[Content], helpers: Option<&ThreadPool>) -> Result<()> {
         let Self { sink, hasher } = self;
         let slices: Vec<_> = pieces.iter().flat_map(Content::slices).collect();
@@ -52,7 +52,8 @@ impl HashedSink {
     }
 }
 
-/// Pieces that were not written yet: how many have a buffer, and the bytes that are held where they are.
+/// Pieces that are not written yet: how many have a buffer, and how many bytes are held where they
+/// are.
 #[derive(Clone, Copy, Default)]
 struct InFlight {
     buffers: usize,
@@ -72,7 +73,7 @@ pub(crate) struct Behind {
     buffers: LargeBuffers,
     /// Bytes until the piece is full.
     room: usize,
-    /// Bytes that may be held where they are until they are written.
+    /// Most bytes that are held where they are until they are written.
     ahead: usize,
     in_flight: InFlight,
     /// `None` once no more will come.
@@ -82,7 +83,7 @@ pub(crate) struct Behind {
 }
 
 impl Behind {
-    /// Bytes of buffers that one may have.
+    /// Most bytes of buffers that one uses.
     pub(crate) const BUFFERS: usize = (IN_FLIGHT + 1) * PIECE;
 
     /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already. `ahead`:
@@ -100,14 +101,15 @@ impl Behind {
         let work = move || {
             interrupt::adopt(interrupt);
             while let Ok(piece) = full_pieces.recv() {
-                // The threads wait for each other once for all that is there.
+                // Takes all pieces that have arrived, so that the threads wait for each other only
+                // once.
                 let mut together = vec![piece];
                 together.extend(full_pieces.try_iter().take(TOGETHER - 1));
                 back.put(&together, helpers.as_ref())?;
                 let written: Vec<_> = together.iter().map(InFlight::of).collect();
-                // Their memory is of use elsewhere before anybody is told.
+                // Frees their memory before reporting them as written.
                 drop(together);
-                // The other side may have ended; what it sent is written all the same.
+                // The receiver may be gone; what it sent is written all the same.
                 for piece in written {
                     let _ = tell.send(piece);
                 }
@@ -178,7 +180,7 @@ impl Behind {
         self.in_flight.held -= written.held;
     }
 
-    /// Writes what was taken; gives the sink back.
+    /// Writes the rest; returns the sink.
     ///
     /// # Errors
     /// Those of the sink.
@@ -234,7 +236,7 @@ mod tests {
         }
     }
 
-    /// Parts that are copied and parts that are held, in turns.
+    /// Parts that are held and parts that are copied, alternating.
     fn mixed<'a>(parts: &[&'a [u8]]) -> Vec<Part<'a>> {
         let part = |(i, part): (usize, &&'a [u8])| match i % 2 {
             0 => Part::Held(Bytes::copy_from_slice(part)),

@@ -13,13 +13,14 @@ use rayon::prelude::*;
 
 use crate::parallel::lock;
 
-/// Smaller buffers are left to the allocator, which keeps them by itself.
+/// Smaller buffers are left to the allocator, which reuses them itself.
 const LARGE: usize = 1 << 20;
 
-/// Fewer bytes are copied before threads have started.
+/// Fewer bytes are copied sooner than threads start.
 const MUCH: usize = 1 << 20;
 
-/// Appends parts to a buffer, with the threads of a pool: one copies less than a device sends.
+/// Appends parts to a buffer, with the threads of a pool: a single one copies more slowly than a
+/// device sends.
 pub(crate) fn append(to: &mut Vec<u8>, parts: &[&[u8]], pool: Option<&ThreadPool>) {
     let bytes = parts.iter().map(|p| p.len()).sum();
     let Some(pool) = pool.filter(|_| bytes >= MUCH) else {
@@ -36,31 +37,32 @@ pub(crate) fn append(to: &mut Vec<u8>, parts: &[&[u8]], pool: Option<&ThreadPool
     }
     pool.install(|| {
         copies.into_par_iter().for_each(|(to, from)| {
-            // SAFETY: as many bytes, of a buffer that is borrowed to be written and has no place among the parts.
+            // SAFETY: both have the same length, and `to` is part of a buffer that is borrowed
+            // mutably, so it does not overlap any part.
             unsafe {
                 std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast(), from.len())
             };
         });
     });
-    // SAFETY: there is room for them, and each was written.
+    // SAFETY: there is room for these bytes, and each was written.
     unsafe { to.set_len(to.len() + bytes) };
 }
 
-/// Buffers that wait for their next use. The system may take their memory back meanwhile (on Linux), if
-/// it runs short. Clones share them.
+/// Idle buffers, kept for their next use. On Linux, the system may reclaim their memory after
+/// [`LargeBuffers::rest`] if it runs short. Clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct LargeBuffers(Arc<Mutex<Idle>>);
 
 #[derive(Debug)]
 struct Idle {
     buffers: Vec<Vec<u8>>,
-    /// Bytes of buffers in use, and of those.
+    /// Bytes of all buffers, in use and idle.
     bytes: usize,
     most: usize,
 }
 
 impl LargeBuffers {
-    /// Keeps what nobody uses as long as that and what is in use are at most `most` bytes.
+    /// Keeps idle buffers as long as all buffers, those in use included, have at most `most` bytes.
     pub(crate) fn new(most: usize) -> Self {
         Self(Arc::new(Mutex::new(Idle { buffers: vec![], bytes: 0, most })))
     }
@@ -89,8 +91,8 @@ impl LargeBuffers {
 }
 
 impl Idle {
-    /// The smallest that is large enough, and not much larger. If there is none, one of that size will be
-    /// in use, for which the oldest make room.
+    /// The smallest idle buffer that is large enough, and not much larger. If there is none, counts
+    /// a new one of that size, for which the oldest idle ones make room.
     fn take(&mut self, capacity: usize) -> Option<Vec<u8>> {
         let fits = capacity..=capacity.saturating_add(capacity / 4);
         let all = self.buffers.iter().enumerate().map(|(i, b)| (b.capacity(), i));
@@ -102,7 +104,7 @@ impl Idle {
         None
     }
 
-    /// Takes back what was given with room for `room` bytes.
+    /// Takes back a buffer that is counted with `room` bytes.
     fn put(&mut self, buffer: Vec<u8>, room: usize) {
         self.bytes = self.bytes.saturating_sub(room).saturating_add(buffer.capacity());
         self.buffers.push(buffer);
@@ -123,7 +125,7 @@ impl Idle {
     }
 }
 
-/// A buffer that goes back when it is dropped, also as [`Bytes`].
+/// A buffer that returns to its [`LargeBuffers`] when it is dropped, also as [`Bytes`].
 #[derive(Debug)]
 pub(crate) struct LargeBuffer {
     bytes: Vec<u8>,
@@ -169,16 +171,16 @@ impl From<LargeBuffer> for Bytes {
 
 #[derive(Clone, Copy)]
 enum Advice {
-    /// Memory is better given in huge pages.
+    /// The memory should have huge pages.
     HugePages,
-    /// What it holds is of no use: it may be taken back until it is written again.
+    /// The content is not needed: the memory may be reclaimed until it is written again.
     NotNeeded,
 }
 
-/// Memory is as good without.
+/// Failure is ignored: the memory is as good without.
 #[cfg(target_os = "linux")]
 fn advise(room: &mut [MaybeUninit<u8>], advice: Advice) {
-    /// Where pages begin, or a multiple of it.
+    /// The size of a page, or a multiple of it.
     const PAGE: usize = 64 << 10;
     let skip = room.as_ptr().align_offset(PAGE);
     let Some(whole) = room.get_mut(skip..) else { return };
@@ -187,19 +189,20 @@ fn advise(room: &mut [MaybeUninit<u8>], advice: Advice) {
         Advice::HugePages => libc::MADV_HUGEPAGE,
         Advice::NotNeeded => libc::MADV_FREE,
     };
-    // SAFETY: whole pages of a buffer that is borrowed, and that holds nothing: its bytes may become zeros.
+    // SAFETY: whole pages of a buffer that is borrowed mutably; they hold nothing, so that their
+    // bytes may become zeros.
     unsafe { libc::madvise(whole.as_mut_ptr().cast(), len, advice) };
 }
 
 #[cfg(not(target_os = "linux"))]
 fn advise(_: &mut [MaybeUninit<u8>], _: Advice) {}
 
-/// Asks for large pages under buffers that are about to be written for the first time. An allocator puts
-/// them one behind the other, so that pages are shared: what lies close together is one range, as few of
-/// which as possible are told of, because the system keeps a note of each.
+/// Asks for large pages under buffers that are about to be written for the first time. Allocators
+/// place buffers one behind the other, so that they share pages. Buffers that lie close together
+/// are therefore treated as one range, also because the system keeps a record of each range.
 #[cfg(target_os = "linux")]
 pub(crate) fn expect_writes<'a>(buffers: impl Iterator<Item = &'a mut [u8]>) {
-    /// What an allocator keeps between two buffers, at most.
+    /// The most that an allocator keeps between two buffers.
     const GAP: usize = 2 * PAGE;
     /// The smallest page anywhere.
     const PAGE: usize = 4 << 10;
@@ -209,18 +212,19 @@ pub(crate) fn expect_writes<'a>(buffers: impl Iterator<Item = &'a mut [u8]>) {
     spans.sort_unstable();
     let joined = spans.chunk_by(|(at, len), next| next.0.saturating_sub(at + len) <= GAP);
     for (first, last) in joined.filter_map(|run| Some((run.first()?, run.last()?))) {
-        // Outwards, so that neighbours are treated alike: an allocator's own bytes are on the same pages.
+        // Rounded outwards: the pages at the ends also hold the allocator's own bytes, which may be
+        // treated alike.
         let start = first.0 / PAGE * PAGE;
         let len = (last.0 + last.1).next_multiple_of(PAGE) - start;
         if len >= LEAST {
             let start = std::ptr::without_provenance_mut(start);
-            // SAFETY: advice of this kind changes no byte of any memory, whose ever it is.
+            // SAFETY: this advice changes no byte of memory, whoever owns it.
             unsafe { libc::madvise(start, len, libc::MADV_HUGEPAGE) };
         }
     }
 }
 
-/// Memory is as good without.
+/// Failure is ignored: the memory is as good without.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn expect_writes<'a>(_: impl Iterator<Item = &'a mut [u8]>) {}
 
@@ -239,7 +243,7 @@ mod tests {
     #[test]
     fn buffers_have_the_room_and_the_bytes_that_were_asked_for() {
         let buffers = LargeBuffers::new(8 << 20);
-        // The second time what was used before holds other bytes.
+        // The second time, reused buffers hold other bytes.
         for salt in [0, 7] {
             for len in [0, 1, 4096, 100_000, 5 << 20] {
                 let bytes: Vec<u8> = (0..len).map(|i| i as u8 ^ salt).collect();
@@ -294,14 +298,14 @@ mod tests {
         assert_eq!(idle(&buffers), (2, 2 * LARGE));
         let mut one = buffers.take(LARGE);
         assert_eq!(idle(&buffers), (1, 2 * LARGE));
-        // What grew is counted as it is; what is idle makes room for another size.
+        // A buffer that grew counts with its new size, and idle ones make room for another size.
         one.reserve_exact(2 * LARGE);
         drop(one);
         assert_eq!(idle(&buffers), (1, 2 * LARGE));
         drop([buffers.take(LARGE), buffers.take(LARGE)]);
         let one = buffers.take(2 * LARGE);
         assert_eq!(idle(&buffers), (0, 2 * LARGE));
-        // Whoever outlives the rest keeps nothing.
+        // A buffer that outlives its stock is freed.
         drop(buffers);
         drop(one);
     }
@@ -328,7 +332,7 @@ mod tests {
             println!("skipped: this system has no such pages");
             return;
         }
-        // So many that the allocator asks the system for them.
+        // Large enough that the allocator gets it from the system.
         let (mut new, mut small) = (vec![7u8; 40 << 20], vec![7u8; 1 << 20]);
         let middle = new.as_ptr().addr() + (4 << 20);
         assert!(!wants_large_pages(middle));

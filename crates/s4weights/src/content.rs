@@ -13,9 +13,9 @@ use crate::hash::TreeHasher;
 /// Bytes to be added.
 #[derive(Clone)]
 pub(crate) enum Part<'a> {
-    /// They are copied.
+    /// Bytes that are copied.
     Copied(&'a [u8]),
-    /// They are held where they are.
+    /// Bytes that are held where they are.
     Held(Bytes),
 }
 
@@ -32,16 +32,17 @@ impl Part<'_> {
     }
 }
 
-/// Chunks that follow each other, as few parts.
+/// Consecutive chunks, joined to few parts.
 #[derive(Default)]
 pub(crate) struct Parts<'a> {
     list: Vec<Part<'a>>,
-    /// What the last part is of, and where it ends there.
+    /// The memory that the last part is a slice of, and its range there.
     open: Option<(&'a Bytes, Range<usize>)>,
 }
 
 impl<'a> Parts<'a> {
-    /// Adds a chunk behind zeros. Where it lies so behind the one before, both are one part.
+    /// Adds a chunk behind a gap of zeros. If it lies in memory behind the one before with the same
+    /// gap, the two become one part.
     pub(crate) fn add(&mut self, gap: &'static [u8], frame: &EncodedFrame<'a>) {
         let Some((held, at)) = frame.place() else {
             self.close();
@@ -58,7 +59,7 @@ impl<'a> Parts<'a> {
         }
         self.close();
         if !gap.is_empty() {
-            // No buffer is taken for so little.
+            // Held, since so few bytes are not worth a buffer.
             self.list.push(Part::Held(Bytes::from_static(gap)));
         }
         self.open = Some((held, at..end));
@@ -70,17 +71,17 @@ impl<'a> Parts<'a> {
         }
     }
 
-    /// All of them.
+    /// All parts.
     pub(crate) fn finish(mut self) -> Vec<Part<'a>> {
         self.close();
         self.list
     }
 }
 
-/// What was added so far.
+/// The bytes that were added so far.
 #[derive(Default)]
 pub(crate) struct Content {
-    /// What was copied.
+    /// The bytes that were copied.
     own: Option<LargeBuffer>,
     spans: Vec<Span>,
     len: usize,
@@ -97,12 +98,12 @@ impl Content {
         self.len
     }
 
-    /// Bytes of its buffer.
+    /// How many bytes are copied to its buffer.
     pub(crate) fn copied(&self) -> usize {
         self.own.as_ref().map_or(0, |own| own.len())
     }
 
-    /// Adds parts. What is copied goes to a buffer of `room` bytes, with the threads of a pool.
+    /// Adds parts. Bytes to be copied go to a buffer of `room` bytes, with the threads of a pool.
     pub(crate) fn append(
         &mut self,
         parts: &[Part<'_>],
@@ -140,7 +141,7 @@ impl Content {
         })
     }
 
-    /// Adds it to a hash: `in_pool`, with the threads of the pool that this is called in.
+    /// Adds the bytes to a hash; if `in_pool`, with the threads of the pool that this is called in.
     pub(crate) fn hash(&self, hasher: &mut TreeHasher, in_pool: bool) {
         match in_pool {
             true => hasher.update_in_pool(&self.slices().collect::<Vec<_>>()),
@@ -148,7 +149,8 @@ impl Content {
         }
     }
 
-    /// Lets its memory stay for longer than its call, as `keep` answers for all of it.
+    /// Replaces its memory by what `keep` returns for all of it, which may be held for longer;
+    /// `false` if anything was copied or `keep` refuses.
     #[cfg(feature = "cuda")]
     pub(crate) fn hold(&mut self, keep: impl FnOnce(&[Bytes]) -> Option<Vec<Bytes>>) -> bool {
         let held = self.spans.iter().map(|span| match span {
@@ -161,7 +163,7 @@ impl Content {
         true
     }
 
-    /// The same in one buffer.
+    /// The same content in one buffer.
     pub(crate) fn copied_whole(self, buffers: &LargeBuffers) -> Self {
         if self.spans.len() <= 1 && self.copied() == self.len {
             return self;
@@ -180,7 +182,7 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// The first bytes of it, and the others.
+    /// Its first `at` bytes, and the rest.
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
         match self {
             Self::Copied(bytes) => {
@@ -230,7 +232,7 @@ mod tests {
         EncodedFrame { tensor: 0, chunk: 0, encoded, bytes, held }
     }
 
-    /// Chunks of these bytes behind zeros up to a multiple of 16, and what they become.
+    /// The parts of frames that are padded with zeros to multiples of 16, and all of their bytes.
     fn parts<'a>(frames: &[EncodedFrame<'a>]) -> (Vec<Part<'a>>, Vec<u8>) {
         let (mut parts, mut whole) = (Parts::default(), vec![]);
         for f in frames {
@@ -252,7 +254,7 @@ mod tests {
         let (list, whole) = parts(&all);
         assert_eq!((list.len(), held(&list)), (1, 1));
         assert!(list[0].bytes() == whole && list[0].bytes() == &piece[..]);
-        // Others, in another order, and copied ones between them.
+        // In another order, with frames of other memory and copied ones in between.
         let own = vec![6; 33];
         let all =
             [at(48, 16), at(0, 40), frame(&own, None), frame(&other[..5], Some(&other)), at(96, 7)];

@@ -1,5 +1,5 @@
-//! Tensors that are copies of others in the same checkpoint: equal ones, as averages of weights are at first, or rounded,
-//! as a model's are of the optimizer's weights.
+//! Tensors that are copies of others in the same checkpoint: equal ones, as averages of weights are
+//! at first, or rounded ones, as a model's weights are of the optimizer's.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -16,24 +16,25 @@ use s4_planes::Kernels;
 
 use crate::inputs::Failure;
 
-/// Values that are compared: runs, evenly spaced, and values in each. And how many may differ.
+/// What is compared: this many runs, evenly spaced, of this many values each. And how many of these
+/// values may differ.
 const RUNS: u64 = 16;
 const RUN: u64 = 4;
 const MAY_DIFFER: usize = 4;
-/// Bytes that are compared of narrow values. A run of these is 8 bytes.
+/// Bytes that are compared of a tensor with 2-byte values. A run of these has 8 bytes.
 const LOOK_BYTES: usize = (2 * RUNS * RUN) as usize;
 
-/// The values that are compared, of a tensor that has more.
+/// The values that are compared, in a tensor of `values` values.
 fn compared(values: u64) -> impl Iterator<Item = Range<u64>> {
     let step = values.saturating_sub(RUN) / (RUNS - 1);
     (0..RUNS).map(move |i| step * i..(step * i + RUN).min(values))
 }
 
-/// The tensors that may be copies or have copies, by number in the list, and the bytes of each to compare.
+/// The tensors that may be copies or have copies, by index in the list.
 pub(crate) struct Candidates {
-    /// Of each number of values, those that are wider and those that are not.
+    /// By number of values: the float32 tensors, and the 2-byte ones.
     by_values: HashMap<u64, [Vec<usize>; 2]>,
-    /// Those of one dtype and number of values, where these are several.
+    /// By dtype and number of values, if several tensors share both.
     alike: HashMap<(DType, u64), Vec<usize>>,
 }
 
@@ -60,7 +61,7 @@ impl Candidates {
         Self { by_values, alike }
     }
 
-    /// The tensors, and their bytes that are looked at, in ascending order of tensors.
+    /// The candidates, in ascending order, and the bytes of each that are compared.
     pub(crate) fn looks(&self, tensors: &[TensorValues<'_>]) -> Vec<(usize, Vec<Range<u64>>)> {
         let mut out = vec![];
         let lists = self.by_values.values().flatten().chain(self.alike.values());
@@ -75,10 +76,11 @@ impl Candidates {
         out
     }
 
-    /// For each tensor the one of which it is a copy, as its number in the list, if the bytes that were looked at say so
-    /// (`looks`, by number; none of those that are no candidates): one that is no copy itself. Of equal tensors that is the
-    /// first. Of several that a tensor may be rounded from, the weights that the optimizer keeps for it come first, then one
-    /// of its shape, then the one whose name ends most like its own.
+    /// For each tensor, the index of the one that it is a copy of, if the compared bytes say so
+    /// (`looks`, by index; empty for tensors that are not candidates). The original is never a copy
+    /// itself. Among equal tensors it is the first. Among several that a tensor may be rounded
+    /// from, the weights that the optimizer keeps for it come first, then one of the same shape,
+    /// then the one whose name has the longest ending in common.
     pub(crate) fn copies(
         &self,
         tensors: &[TensorValues<'_>],
@@ -108,7 +110,7 @@ impl Candidates {
                 }
             }
         }
-        // What a copy is rounded from may be one of several that are equal.
+        // The original of a rounded copy may in turn equal an earlier tensor.
         let first = |wide: usize| equal[wide].unwrap_or(wide);
         let original = |i: usize| match out[i] {
             Some(wide) => Some(first(wide)),
@@ -117,7 +119,8 @@ impl Candidates {
         (0..out.len()).map(original).collect()
     }
 
-    /// For each tensor that equals an earlier one in what was looked at, which is not all the same, the first of these.
+    /// For each tensor whose compared bytes equal those of earlier ones, the first of these.
+    /// Tensors whose compared values are all the same are left out.
     fn equal(&self, tensors: &[TensorValues<'_>], looks: &[Vec<u8>]) -> Vec<Option<usize>> {
         let mut out = vec![None; tensors.len()];
         for ((dtype, _), list) in &self.alike {
@@ -138,13 +141,14 @@ fn varies(values: &[u8], width: usize) -> bool {
     values.chunks_exact(width).any(|x| x != &values[..width])
 }
 
-/// What is looked at of wider tensors, rounded to a narrower dtype.
+/// The compared values of wider tensors, rounded to a narrower dtype.
 struct Rounded<'a> {
     wide: &'a [usize],
-    /// Of each all bytes.
+    /// The rounded values of all, one tensor after the other.
     values: Vec<u8>,
-    /// Its first runs, each list in ascending order, with places in `wide`: a copy and what it is a copy of have one of
-    /// more runs than there are values that may differ in common.
+    /// The first runs of each tensor, with its position in `wide`; every list is in ascending
+    /// order. There is one run more than values may differ, so a copy has at least one of them in
+    /// common with its original.
     runs: [Vec<(u64, u32)>; MAY_DIFFER + 1],
 }
 
@@ -167,7 +171,7 @@ impl<'a> Rounded<'a> {
         Self { wide, values, runs }
     }
 
-    /// Those that values may be a copy of.
+    /// The wider tensors that values may be a rounded copy of.
     fn alike(&self, own: &[u8]) -> Vec<usize> {
         let mut places = vec![];
         for (run, list) in runs_of(own).zip(&self.runs) {
@@ -191,12 +195,12 @@ fn runs_of(look: &[u8]) -> impl Iterator<Item = u64> {
     look.as_chunks().0.iter().map(|run| u64::from_le_bytes(*run))
 }
 
-/// Bytes that two names end with alike.
+/// The number of bytes that the ends of two names have in common.
 fn common_end(a: &str, b: &str) -> usize {
     a.bytes().rev().zip(b.bytes().rev()).take_while(|(a, b)| a == b).count()
 }
 
-/// The plan of a copy of tensor number `tensor`, which is of dtype `of`.
+/// The plan of a copy of tensor `tensor`, which has dtype `of`.
 pub(crate) fn plan(dtype: DType, of: DType, tensor: u32) -> TensorPlan {
     let (layout, planes) = match dtype.value_width() {
         width if dtype.form() == Form::Float => (LayoutId::FIELDS, width),
@@ -209,26 +213,27 @@ pub(crate) fn plan(dtype: DType, of: DType, tensor: u32) -> TensorPlan {
     TensorPlan::new(plan, planes, chunk_log2(dtype))
 }
 
-/// What a copy is made from: values, and what was stored of them.
+/// What a copy is made from: the values, and the records of their chunks as stored.
 pub(crate) struct Original<'a> {
     pub(crate) values: Values<'a>,
     pub(crate) dtype: DType,
     pub(crate) records: &'a [ChunkRecord],
 }
 
-/// The inputs of copies, by number: values of the host, or of the copy's device.
+/// The inputs of copies, by index: values in host memory, or on the copy's device.
 pub(crate) struct Originals<'a> {
     pub(crate) tensors: &'a [TensorValues<'a>],
     pub(crate) originals: Vec<Original<'a>>,
 }
 
 impl Originals<'_> {
-    /// The parts of the input of a chunk, which are chunks of its own: first byte, bytes, and checksum of what was stored.
+    /// The chunks of the original that a chunk is predicted from: first byte, number of bytes, and
+    /// stored checksum of each.
     fn parts(&self, tensor: usize, chunk: u64) -> Result<Vec<(u64, u64, u32)>, Failure> {
         let (own, original) = (self.tensors[tensor].dtype, &self.originals[tensor]);
         let (width, log2) = (original.dtype.value_width() as u64, chunk_log2(original.dtype));
         let (size, bytes) = (width << log2, original.values.bytes());
-        // Chunks of a narrower one are whole chunks of a wider one.
+        // A chunk of a narrower tensor spans whole chunks of a wider one.
         let each = 1u64 << (chunk_log2(own) - log2);
         let all = chunk_count(bytes / width, log2);
         let part = |number: u64| {
@@ -276,8 +281,8 @@ impl Inputs<Failure> for Originals<'_> {
         chunks.iter().map(input).collect()
     }
 
-    /// The values that a chunk is predicted from, in one copy. None, if they are not those that were stored: a
-    /// reader has only these.
+    /// The values that a chunk is predicted from, copied once. Empty if they are no longer those
+    /// that were stored, which are all that a reader has.
     fn read<'b>(
         &'b self,
         tensor: usize,
@@ -287,7 +292,7 @@ impl Inputs<Failure> for Originals<'_> {
         buffer.clear();
         let Values::Host(values) = self.originals[tensor].values else { return Ok(&[]) };
         for (first, len, crc) in self.parts(tensor, chunk)? {
-            // They are in memory.
+            // Fits in `usize`: the values are in memory.
             let part = &values[first as usize..(first + len) as usize];
             if copy_once(part, buffer) != crc {
                 return Ok(&[]);
@@ -301,7 +306,7 @@ impl Inputs<Failure> for Originals<'_> {
 mod tests {
     use super::*;
 
-    /// As many values as are compared: all of them are.
+    /// As many values as are compared, so that all are.
     const VALUES: usize = (RUNS * RUN) as usize;
 
     fn wide(number: usize) -> Vec<u8> {
@@ -322,7 +327,7 @@ mod tests {
         let cases = [
             (7, vec![], true),
             (0, vec![0, 1, 2, 3], true),
-            // In each of four of the runs that are looked for first.
+            // One in each of four of the runs that are searched.
             (31, vec![0, 4, 8, 12], true),
             (20, spread.to_vec(), true),
             (20, [&spread[..], &[17]].concat(), false),

@@ -18,7 +18,7 @@ pub struct CopyOptions<'a> {
     /// Bytes of values in memory at once, unless one tensor is larger; 64 MiB by default. The output
     /// depends on it: small tensors are packed and chunks are placed batch by batch.
     pub batch: u64,
-    /// The group of each tensor ([`TensorSource::group`]); none: all are of group 0.
+    /// The group of each tensor ([`TensorSource::group`]); if empty, all are of group 0.
     pub groups: &'a [u8],
     /// Whether the values are hashed on the way, so that [`compare`] need not read them again.
     pub hash: bool,
@@ -99,7 +99,7 @@ pub enum Difference {
     Blob(String),
     /// The values of a tensor.
     Values(String),
-    /// The copy is a difference from another checkpoint, which no copy is.
+    /// The copy is a delta, which no copy should be.
     Parent,
 }
 

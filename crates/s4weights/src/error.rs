@@ -9,7 +9,7 @@ use s4_store::{Cause, Failure};
 /// Errors of saving and loading.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The bytes that were read are damaged, cut, too new or too large.
+    /// The bytes that were read are damaged, truncated, too new or too large.
     #[error("{target}: {source}")]
     Format {
         /// File or URL.
@@ -43,7 +43,7 @@ pub enum Error {
         /// Its reason.
         source: io::Error,
     },
-    /// A difference from a parent checkpoint cannot be read or written.
+    /// A delta cannot be read or written because of its parent.
     #[error("{target}{}: parent checkpoint {parent}: {problem}", of_tensor(tensor.as_deref()))]
     Parent {
         /// File or URL of the checkpoint whose parent it is.
@@ -55,7 +55,8 @@ pub enum Error {
         /// What is wrong with it.
         problem: ParentProblem,
     },
-    /// A CUDA device or its driver: no memory left, a budget that is too small, a failed call.
+    /// A CUDA device or its driver failed: no memory left, a budget that is too small, a failed
+    /// call.
     #[cfg(feature = "cuda")]
     #[error("{target}: {source}")]
     Device {
@@ -84,7 +85,7 @@ pub enum Error {
         /// What is wrong, naming the tensor or the object.
         source: Box<Error>,
     },
-    /// An argument does not fit.
+    /// An argument is invalid.
     #[error("{0}")]
     Argument(String),
     /// The caller's progress function asked to stop.
@@ -116,7 +117,7 @@ pub enum ParentProblem {
     /// Another checkpoint was given.
     #[error("another checkpoint was given, whose manifest has the hash {0}")]
     OtherHash(Digest),
-    /// The length of its chain contradicts its descendant.
+    /// The length of its chain contradicts what its descendant says.
     #[error("its chain has {found} checkpoints, {expected} expected")]
     Depth {
         /// As its descendant says.
@@ -178,7 +179,7 @@ impl Error {
         )
     }
 
-    /// What a request to an object store failed of.
+    /// The error of a failed request to an object store.
     pub(crate) fn remote(target: &str, action: &'static str, e: s4_store::Error) -> Self {
         let kind = match e.cause() {
             Some(Cause::NotFound) if action == "open" => {
@@ -205,7 +206,7 @@ impl Error {
         Self::Io { target: target.to_owned(), action, source }
     }
 
-    /// Why a file system, a server or the way to it failed, if one did.
+    /// The cause, if a file system, a server or the connection to it failed.
     #[must_use]
     pub fn cause(&self) -> Option<Cause> {
         match self {
@@ -219,7 +220,8 @@ impl Error {
         }
     }
 
-    /// The system's error number, or the one that says the same as a server or a connection did.
+    /// The system's error number, or the one that best matches the failure of a server or a
+    /// connection.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -243,13 +245,13 @@ struct Late {
     last: Failure,
 }
 
-/// What a server or the way to it said.
+/// The failure of a server, or of the connection to it, if that is the cause.
 fn failure(error: &io::Error) -> Option<&Failure> {
     let inner = error.get_ref()?;
     inner.downcast_ref().or_else(|| inner.downcast_ref::<Late>().map(|late| &late.last))
 }
 
-/// What to do next after a system's own words.
+/// Advice to append to a system's own message.
 fn advice(error: &io::Error) -> String {
     let advice = error.raw_os_error().and_then(|_| Cause::of_io(error).advice());
     advice.map(|advice| format!("; {advice}")).unwrap_or_default()

@@ -1,14 +1,14 @@
 //! Checks that no byte of a checkpoint's objects belongs to two chunks.
 //!
-//! A chunk table is 24 bytes a chunk. If several chunks could share bytes, a small file could claim any
-//! number of values, all to be decoded.
+//! A chunk table has 24 bytes per chunk. If several chunks could share bytes, a small file could
+//! claim any number of values, all to be decoded.
 
 use std::collections::BTreeMap;
 
 use s4_format::limits::ALIGN;
 use s4_format::{ChunkRecord, Error, Result};
 
-/// Runs of bytes that were found to hold chunks: object and first byte, and the end.
+/// Runs of bytes that hold chunks: object and first byte, and the end.
 #[derive(Debug, Default)]
 pub(crate) struct Extents(BTreeMap<(u32, u64), u64>);
 
@@ -16,7 +16,7 @@ impl Extents {
     /// Adds the chunks of a tensor.
     ///
     /// # Errors
-    /// `Corrupt` if one lies in bytes of another: of this tensor, or of one that was added before.
+    /// `Corrupt` if one overlaps another, of this tensor or of one that was added before.
     pub(crate) fn add(&mut self, records: &[ChunkRecord]) -> Result<()> {
         let key = |r: &ChunkRecord| (r.object, r.offset);
         let mut order: Vec<u32> = vec![];
@@ -49,7 +49,7 @@ impl Extents {
                     (r.object, r.offset, end)
                 }
             });
-            // Nothing of other tensors may lie in what the run has become.
+            // The extended run must not overlap chunks of other tensors.
             if run.is_some_and(|run| !self.is_free(run)) {
                 return Err(overlaps());
             }
@@ -65,7 +65,7 @@ impl Extents {
         before.is_none_or(|(&(other, _), &last)| other != object || last <= first)
     }
 
-    /// Adds a run, together with those right beside it; `None` if it is not free.
+    /// Adds a run, joined with those right beside it; `None` if it overlaps another.
     fn insert(&mut self, (object, mut first, mut end): (u32, u64, u64)) -> Option<()> {
         if !self.is_free((object, first, end)) {
             return None;
@@ -85,7 +85,7 @@ impl Extents {
     }
 }
 
-/// Where the next chunk starts, if it follows.
+/// Where a chunk starts that directly follows.
 fn padded(end: u64) -> u64 {
     end.checked_next_multiple_of(ALIGN as u64).unwrap_or(u64::MAX)
 }
@@ -106,7 +106,7 @@ mod tests {
         extents.add(&[chunk(1, 16, 40), chunk(0, 48, 48)]).unwrap();
         extents.add(&[chunk(0, 20, 0)]).unwrap();
         assert_eq!(extents.0, BTreeMap::from([((0, 16), 100), ((1, 16), 56)]));
-        // Only what starts after the padding follows.
+        // Only a chunk that starts right behind the padding follows.
         extents.add(&[chunk(1, 57, 1)]).unwrap();
         assert_eq!(extents.0.len(), 3);
     }

@@ -20,17 +20,17 @@ use crate::spans::{Part, Span};
 /// Requests in flight at once where answers are slow.
 const REMOTE_REQUESTS: usize = 8;
 
-/// Requests of no more bytes than this are asked for where they are cheap. What they read is then in a core's
-/// cache still when it is decoded.
+/// Most bytes of a request where requests are cheap: what it reads is then still in a core's cache
+/// when it is decoded.
 const LOCAL_REQUEST: u64 = 512 << 10;
 
-/// There the least, so that all threads have something to do.
+/// Fewest bytes of such a request: small enough that all threads have work.
 const SMALL_REQUEST: u64 = 128 << 10;
 
 /// Stored bytes that take longer to decode than a thread takes to start.
 const THREAD_BYTES: u64 = 512 << 10;
 
-/// Bytes of values, at most, that one request of differences needs of its parent where requests are cheap.
+/// Most bytes of the parent's values that one request for deltas needs where requests are cheap.
 const LOCAL_VALUES: u64 = 512 << 10;
 
 /// Bytes of a tensor that are wanted.
@@ -41,7 +41,7 @@ pub(crate) struct Want<'a> {
     pub(crate) to: &'a mut [u8],
 }
 
-/// Bytes of a decoded chunk that go somewhere.
+/// Bytes of a decoded chunk, from an offset on, and where they go.
 struct Piece<'a> {
     from: usize,
     to: &'a mut [u8],
@@ -55,24 +55,24 @@ pub(crate) struct Job<'a> {
     /// Bytes of the decoded chunk.
     bytes: usize,
     pieces: Vec<Piece<'a>>,
-    /// Whether it is a difference from the parent's values.
+    /// Whether it is predicted from the parent's values.
     pub(crate) delta: bool,
-    /// Whether the parent's values are where the chunk goes already.
+    /// Whether the parent's values are already where the chunk goes.
     pub(crate) in_place: bool,
-    /// The parent's values of a chunk that does not go somewhere as a whole; those of one that does
-    /// are put where it goes.
+    /// The parent's values, unless the chunk goes to one place as a whole: then they are put there.
     parent: Vec<u8>,
-    /// The tensors of this checkpoint that it is predicted from, or its contexts are told from.
+    /// The values of other tensors of this checkpoint that it is predicted from, or that its
+    /// contexts are derived from.
     beside: Vec<Beside<'a>>,
 }
 
-/// As many values of another tensor of the same checkpoint as a chunk has.
+/// The values of another tensor of the same checkpoint at the positions of a chunk's values.
 struct Beside<'a> {
     tensor: usize,
-    /// Bytes, and the first one within the tensor.
+    /// The first byte within the tensor, and how many.
     first: u64,
     bytes: usize,
-    /// Where they are: given, or read.
+    /// The values: given, or else read.
     given: Option<&'a [u8]>,
     read: Vec<u8>,
 }
@@ -111,7 +111,7 @@ impl Buffers {
     }
 }
 
-/// The first bytes of a buffer that is made large enough.
+/// The first `len` bytes of a buffer, which grows if necessary.
 fn sized(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
     if buffer.len() < len {
         buffer.resize(len, 0);
@@ -129,17 +129,17 @@ impl Reader {
         done
     }
 
-    /// Counts `total` bytes for the caller.
+    /// Reports progress, of `total` bytes, to the caller.
     pub(crate) fn meter(&self, total: u64) -> Meter {
         Meter { callback: self.options.progress.clone(), done: 0, total }
     }
 
-    /// Lets go of buffers.
+    /// Frees the idle buffers.
     pub(crate) fn let_go(&self) {
         lock(&self.idle).clear();
     }
 
-    /// Fills every want, with threads. The tensors are prepared.
+    /// Fills every want, with threads. The tensors must be prepared.
     pub(crate) fn fetch_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
         self.in_order(wants, |wants, given| {
             let wants = self.fill_mixed(wants, meter)?;
@@ -150,8 +150,10 @@ impl Reader {
         })
     }
 
-    /// Calls `fill` with those wants that come first, and then with those of tensors that are predicted from
-    /// others that are wanted, too, and the values of these, which then need not be decoded twice; and so on.
+    /// Calls `fill` with the wants in order of their dependencies: first those of tensors that need
+    /// no other wanted tensor, then those of tensors that need the former, and so on. `fill` also
+    /// gets the values of the whole tensors that are filled already, which need not be decoded
+    /// twice.
     pub(crate) fn in_order(
         &self,
         wants: Vec<Want<'_>>,
@@ -201,8 +203,8 @@ impl Reader {
         Ok(jobs)
     }
 
-    /// Fills every want on this thread, with buffers from a common stock. The tensors are prepared, and cut
-    /// alike along their chains.
+    /// Fills every want on this thread, with buffers from a common stock. The tensors must be
+    /// prepared, and have the same chunk size along their chains.
     pub(crate) fn fill(&self, wants: Vec<Want<'_>>, idle: &Mutex<Vec<Buffers>>) -> Result<()> {
         let blocks = self.blocks(&self.hosts(&wants))?;
         let spans = self.request_spans(self.jobs(wants, &blocks)?, 1);
@@ -261,7 +263,7 @@ impl Reader {
         Ok(Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, beside })
     }
 
-    /// What a chunk of so many bytes needs of other tensors of this checkpoint.
+    /// What a chunk of `bytes` bytes needs of other tensors of this checkpoint, not read yet.
     fn beside(
         &self,
         tensor: usize,
@@ -280,9 +282,10 @@ impl Reader {
         Ok(self.own_inputs(tensor, &block.side)?.into_iter().map(of).collect())
     }
 
-    /// Groups chunks that lie close together: each group is read by one request. Differences are
-    /// small: a group of them is bounded by the values too that its parent must give. Where requests
-    /// are cheap these are few, so that they are in a core's cache still when the difference comes.
+    /// Groups chunks that lie close together: each group is read by one request. Deltas are small,
+    /// so a group is also bounded by the bytes of the values that they are predicted from. Where
+    /// requests are cheap that bound is low: these values are then still in a core's cache when the
+    /// delta is decoded.
     pub(crate) fn request_spans<'a>(
         &self,
         jobs: Vec<Job<'a>>,
@@ -310,7 +313,8 @@ impl Reader {
             request,
             |job| job.record,
             |close, _, job| {
-                // What is given need not be read, but copies of it are hardly more than records: threads share the work.
+                // Given values count too, though they need not be read: copies are hardly more than
+                // records, and this way the threads share the work.
                 let beside: u64 = job.beside.iter().map(|b| b.bytes as u64).sum();
                 let values = job.bytes as u64 * u64::from(job.delta) + beside;
                 let joins = close && sum + values <= most;
@@ -371,7 +375,7 @@ impl Reader {
         })
     }
 
-    /// Reads the bytes of a span and decodes its chunks. What they are differences from is read
+    /// Reads the bytes of a span and decodes its chunks. What they are predicted from is read
     /// first, so that a thread holds the bytes of one checkpoint of the chain at a time.
     fn run_span(
         &self,
@@ -388,7 +392,7 @@ impl Reader {
         outcome
     }
 
-    /// Puts the parent's values of every chunk that is a difference where they are looked for.
+    /// Reads the parent's values for every chunk that is a delta, to where decoding expects them.
     fn fill_parents(
         &self,
         span: &mut [Job<'_>],
@@ -415,7 +419,7 @@ impl Reader {
         from.map_or(Ok(()), |parent| parent.fill(wants, idle))
     }
 
-    /// The values of other tensors of this checkpoint that a chunk of so many bytes needs.
+    /// The values of other tensors of this checkpoint that a chunk of `bytes` bytes needs.
     pub(crate) fn values_beside(
         &self,
         tensor: usize,
@@ -435,7 +439,7 @@ impl Reader {
         Ok(out)
     }
 
-    /// Reads what chunks need of other tensors of this checkpoint.
+    /// Reads the values of other tensors of this checkpoint that chunks need.
     fn fill_inputs(&self, span: &mut [Job<'_>], idle: &Mutex<Vec<Buffers>>) -> Result<()> {
         let mut wants = vec![];
         let beside = span.iter_mut().flat_map(|job| &mut job.beside);
@@ -488,7 +492,7 @@ impl Reader {
     ) -> Result<()> {
         let spec = self.spec(job.tensor, &blocks[&job.tensor]);
         let (whole, delta) = (job.is_whole(), job.delta);
-        // The parent's values are there already.
+        // The parent's values are already at the destination.
         let parent = delta.then_some(InputValues::Destination);
         let beside = job.beside.iter().map(|b| InputValues::Slice(b.values()));
         let inputs: Vec<_> = parent.into_iter().chain(beside).collect();
@@ -543,6 +547,6 @@ impl Reader {
 }
 
 fn send(tell: &Sender<Result<u64>>, message: Result<u64>) {
-    // The receiver lives as long as the scope; it cannot be gone.
+    // The receiver lives as long as the scope, so it cannot be gone.
     let _ = tell.send(message);
 }

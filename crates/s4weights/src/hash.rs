@@ -1,7 +1,9 @@
-//! BLAKE3 of bytes that come piece by piece, by several threads however small the pieces' slices are.
+//! BLAKE3 of bytes that come piece by piece, by several threads even if the pieces consist of small
+//! slices.
 //!
-//! [`blake3::Hasher`] divides one slice among threads, and not several. Here each thread hashes subtrees of the hash's tree,
-//! as section 2.1 of the BLAKE3 paper has them, whatever slices they are in.
+//! [`blake3::Hasher`] divides one slice among threads, but not several slices. Here each thread
+//! hashes whole subtrees of the hash's tree (section 2.1 of the BLAKE3 paper), whatever slices
+//! their bytes are in.
 
 use blake3::hazmat::{
     ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root,
@@ -14,8 +16,8 @@ const SUBTREE: usize = 128 << 10;
 /// Hashes as [`blake3::Hasher`] does.
 #[derive(Default)]
 pub(crate) struct TreeHasher {
-    /// Chaining values of what is left of the open subtree, merged as far as it goes: one for each bit that is set in
-    /// `count`, the largest first.
+    /// Chaining values of the complete subtrees before the open one, merged as far as possible: one
+    /// for each bit that is set in `count`, the largest first.
     complete: Vec<ChainingValue>,
     /// How many subtrees are complete.
     count: u64,
@@ -64,7 +66,7 @@ impl TreeHasher {
             parts(at, SUBTREE).for_each(|part| {
                 subtree.update(part);
             });
-            // Of all but the last it is known that more follows.
+            // All but the last subtree are known to be followed by more bytes.
             if i + 1 < count { Ok(subtree.finalize_non_root()) } else { Err(Box::new(subtree)) }
         };
         let hashed: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(hash).collect();
@@ -100,7 +102,7 @@ impl TreeHasher {
         subtree
     }
 
-    /// Opens a subtree of `len` bytes behind the open one, if that has any.
+    /// Opens a subtree that has `len` bytes, after completing the open one if that has any.
     fn open_next(&mut self, subtree: Box<blake3::Hasher>, len: usize) {
         if self.len > 0 {
             self.end_open();
@@ -114,7 +116,7 @@ impl TreeHasher {
         self.complete(value);
     }
 
-    /// Adds a subtree that more bytes follow, and merges it with those of its size.
+    /// Adds a complete subtree, and merges it with earlier ones of equal size.
     fn complete(&mut self, mut value: ChainingValue) {
         self.count += 1;
         let mut count = self.count;
@@ -149,7 +151,7 @@ mod tests {
                 let mut parallel = TreeHasher::default();
                 pool.install(|| parallel.update_in_pool(&slices));
                 assert_eq!(parallel.finalize(), expected, "{end} in {size}");
-                // In turns, with empty slices between.
+                // Alternating, with empty slices in between.
                 let mut mixed = TreeHasher::default();
                 for (i, slices) in slices.chunks(3).enumerate() {
                     match i % 2 {
@@ -160,7 +162,7 @@ mod tests {
                             pool.install(|| mixed.update_in_pool(&slices));
                         }
                     }
-                    // Asking changes nothing.
+                    // Finalizing changes nothing.
                     mixed.finalize();
                 }
                 assert_eq!(mixed.finalize(), expected, "{end} in {size}");

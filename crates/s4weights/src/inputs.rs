@@ -17,17 +17,17 @@ use crate::levels::{Level, Levels};
 use crate::parent::{Parent, ParentRange};
 use crate::recall::Recall;
 
-/// Least requests in flight at once where answers are slow.
+/// How many tensors' samples are requested at once where answers are slow.
 const TOGETHER: usize = 64;
 
-/// What a call of an engine ended with.
+/// Why a call of an engine failed.
 pub(crate) enum Failure {
-    /// What is wrong with a tensor, by its number in the engine's call.
+    /// What is wrong with a tensor, which is given by its index in the engine's call.
     Tensor(TensorError),
-    /// A device or its driver.
+    /// A device or its driver failed.
     #[cfg(feature = "cuda")]
     Device(s4_engine::cuda::GpuError),
-    /// What the engine called.
+    /// An error of what the engine called.
     Own(Error),
 }
 
@@ -55,7 +55,7 @@ impl From<s4_engine::cuda::CudaError> for Failure {
 }
 
 impl Failure {
-    /// Of a tensor that comes after `first` others.
+    /// The failure, in a list where `first` others precede the tensors of the call.
     pub(crate) fn after(self, first: usize) -> Self {
         match self {
             Self::Tensor(e) => Self::Tensor(TensorError { tensor: first + e.tensor, ..e }),
@@ -63,7 +63,7 @@ impl Failure {
         }
     }
 
-    /// Of a tensor that is one of some, by their numbers.
+    /// The failure, in a list where the tensors of the call have these indices.
     pub(crate) fn among(self, numbers: &[usize]) -> Self {
         match self {
             Self::Tensor(e) => {
@@ -74,7 +74,7 @@ impl Failure {
         }
     }
 
-    /// Names the target and, by its number in the engine's call, the tensor.
+    /// Names the target and, by its index in the engine's call, the tensor.
     pub(crate) fn named<'a>(
         self,
         target: &str,
@@ -96,29 +96,30 @@ impl Failure {
     }
 }
 
-/// The parents of some tensors.
+/// What some tensors may be predicted from: the parent's values and the tensors' moments.
 pub(crate) struct ParentInputs<'a> {
     parent: Option<&'a dyn Parent>,
     pool: Option<&'a ThreadPool>,
     tensors: &'a [TensorValues<'a>],
-    /// For each tensor the number of the parent's tensor that it may be a difference from.
+    /// For each tensor, the number of the parent's tensor that it may be a delta of.
     numbers: &'a [Option<u32>],
-    /// For each that is one: where its values are, once the plans are known.
+    /// For each tensor that is a delta, where the parent's values are; empty until the plans are
+    /// known.
     places: Vec<Option<Place<'a>>>,
-    /// What is remembered of the tensors, by name.
+    /// What earlier saves noted about the tensors, and the tensors' names.
     recall: Option<(&'a Recall, &'a [&'a str])>,
-    /// For each tensor what is tried first.
+    /// For each tensor, the choice to try first.
     choices: &'a [Option<Choice>],
-    /// For each tensor its moments, if contexts may be told from them.
+    /// For each tensor, its moments, if contexts may be derived from them.
     moments: &'a [Option<[Moment<'a>; 2]>],
-    /// Whether values that are quickly had are read by the threads that need them.
+    /// Whether values that are quick to get are read late, by the threads that need them.
     late: bool,
 }
 
 enum Place<'a> {
-    /// In frames that are quickly had, and that the engine decodes.
+    /// In frames that are quick to get and that the engine decodes.
     Frames(Vec<Level<'a>>),
-    /// Wherever the parent finds them.
+    /// Wherever the parent has them: it is asked for the values.
     Values { tensor: u32, chunk_log2: u8 },
 }
 
@@ -147,18 +148,18 @@ impl<'a> ParentInputs<'a> {
         Self { moments, ..self }
     }
 
-    /// With what is remembered of the tensors, which have these names.
+    /// With what earlier saves noted about the tensors, which have these names.
     pub(crate) fn with_recall(self, recall: &'a Recall, names: &'a [&'a str]) -> Self {
         Self { recall: Some((recall, names)), ..self }
     }
 
-    /// With what is tried first for each tensor.
+    /// With the choice to try first for each tensor.
     pub(crate) fn with_choices(self, choices: &'a [Option<Choice>]) -> Self {
         Self { choices, ..self }
     }
 
-    /// Finds where the values are that plans predict from. A device decodes frames, where there are some,
-    /// and what it needs is read before it begins.
+    /// Finds where the values are that plans predict from. A device decodes frames itself if there
+    /// are any, and all of its inputs are read before it begins.
     pub(crate) fn find(&mut self, plans: &[TensorPlan], on_device: bool) -> Result<()> {
         self.late = !on_device;
         let place = |plan: &TensorPlan| {
@@ -174,7 +175,7 @@ impl<'a> ParentInputs<'a> {
                 }
                 None => None,
             };
-            // What moments tell of a parent, its reader finds.
+            // Where contexts come from moments, the parent's reader decodes the values.
             let alike = |l: &Vec<Level<'_>>| {
                 l[0].spec().chunk_log2 == chunk_log2 && !l.iter().any(Level::is_told)
             };
@@ -198,16 +199,17 @@ impl<'a> ParentInputs<'a> {
         }
     }
 
-    /// What is remembered of what [`ParentInputs::sample_ranges`] names.
+    /// The remembered bytes of what [`ParentInputs::sample_ranges`] names, if there are any.
     fn remembered(&self, i: usize) -> Option<&'a [u8]> {
-        // Of a parent far away more is to be read with it.
+        // From a remote parent, more is read together with the sample.
         let (recall, names) =
             self.recall.filter(|_| self.numbers[i].is_some() && !self.is_remote())?;
         let bytes = probes_of(&self.tensors[i]).map(|probe| probe.end - probe.start).sum::<u64>();
         recall.sample(names[i], bytes as usize)
     }
 
-    /// The ranges of its parent that a tensor's plan looks at, one after the other in `sample`.
+    /// Adds the ranges of the parent that a tensor's plan looks at; they are read to `sample`, one
+    /// after the other.
     fn sample_ranges<'b>(
         &self,
         i: usize,
@@ -241,8 +243,8 @@ impl<'a> ParentInputs<'a> {
         self.places.get(tensor)?.as_ref()
     }
 
-    /// The tensor of the parent, the number of the first byte of a chunk there, and bytes. `None`: it is not
-    /// in values.
+    /// Where the parent's values for a chunk are: tensor, first byte there, and number of bytes.
+    /// `None` if they are not in values.
     fn range(&self, i: usize, chunk: u64) -> Option<(u32, u64, usize)> {
         let Some(&Place::Values { tensor, chunk_log2 }) = self.place(i) else { return None };
         let t = &self.tensors[i];
@@ -251,7 +253,7 @@ impl<'a> ParentInputs<'a> {
         Some((tensor, chunk * size, bytes as usize))
     }
 
-    /// Reads the frames of chunks that are in some; nothing for the others.
+    /// Reads the frames of those chunks whose parents are in frames; none for the others.
     fn frames<'b>(&'b self, chunks: &[(usize, u64)]) -> Result<Vec<Vec<InputFrame<'b>>>> {
         let mut parts = vec![];
         for (request, &(i, chunk)) in chunks.iter().enumerate() {
@@ -262,7 +264,7 @@ impl<'a> ParentInputs<'a> {
             };
             parts.extend(needed(levels, chunk).map(part));
         }
-        // Threads take longer to begin than what is in memory takes to be found.
+        // Starting threads takes longer than finding what is in memory.
         let mut unread: Vec<_> = parts.iter_mut().filter(|part| part.3.is_none()).collect();
         if !unread.is_empty() {
             self.each(&mut unread, |(_, chunk, level, bytes)| {
@@ -287,7 +289,7 @@ fn probes_of(t: &TensorValues<'_>) -> impl Iterator<Item = Range<u64>> + use<> {
     probes.map(move |p| p.start * width..p.end * width)
 }
 
-/// The levels whose frames a chunk needs, the one that is no delta first.
+/// The levels whose frames a chunk needs, starting with the one that is not a delta.
 fn needed<'a, 'b>(levels: &'b [Level<'a>], chunk: u64) -> impl Iterator<Item = &'b Level<'a>> {
     let deltas = levels.iter().take_while(|l| l.is_delta(chunk)).count();
     levels[..levels.len().min(deltas + 1)].iter().rev()

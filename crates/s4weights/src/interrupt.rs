@@ -19,9 +19,9 @@ thread_local! {
 /// Lets one thread cancel the calls of another, for example on Ctrl-C. Clones share one flag, which is
 /// never cleared.
 ///
-/// A call that is stopped returns [`Error::Cancelled`] within a fraction of a second, also while it
-/// waits for a server that never answers, and leaves what a dropped call leaves: a file that is not
-/// there, or a checkpoint that is listed whole or not at all.
+/// A call that is stopped returns [`Error::Cancelled`] within a fraction of a second, even while it
+/// waits for a server that never answers. It leaves no partial result: there is no file, and a
+/// checkpoint is listed whole or not at all.
 ///
 /// ```
 /// use s4weights::Interrupt;
@@ -67,9 +67,10 @@ impl Interrupt {
         self.is_stopped()
     }
 
-    /// Does work on this thread that can be stopped, together with the threads that it starts.
+    /// Runs `work` on this thread so that it can be stopped, together with the threads that it
+    /// starts.
     pub fn watch<T>(&self, work: impl FnOnce() -> T) -> T {
-        /// Puts back what was watched before, also when the work panics.
+        /// Restores the interrupt that was set before, even if the work panics.
         struct Restore(Option<Interrupt>);
         impl Drop for Restore {
             fn drop(&mut self) {
@@ -81,29 +82,29 @@ impl Interrupt {
     }
 }
 
-/// What stops this thread's work, to be adopted by threads that work for it.
+/// The interrupt of this thread's work, for threads that work for it to adopt.
 pub(crate) fn current() -> Option<Interrupt> {
     CURRENT.with_borrow(Clone::clone)
 }
 
-/// Lets what stops another thread's work stop this one's, too.
+/// Makes an interrupt, that of another thread, stop this thread's work, too.
 pub(crate) fn adopt(interrupt: Option<Interrupt>) {
     CURRENT.set(interrupt);
 }
 
-/// Whether this thread's work is to stop.
+/// Whether this thread's work must stop.
 pub(crate) fn is_stopped() -> bool {
     CURRENT.with_borrow(|i| i.as_ref().is_some_and(Interrupt::is_stopped))
 }
 
-/// `Cancelled` if this thread's work is to stop.
+/// `Cancelled` if this thread's work must stop.
 pub(crate) fn check() -> Result<()> {
     if is_stopped() { Err(Error::Cancelled) } else { Ok(()) }
 }
 
-/// Whether this thread, which waits, is to stop. It may ask the caller.
+/// Whether this thread, which is waiting, must stop. May call the interrupt's `poll`.
 pub(crate) fn is_stopped_now() -> bool {
-    // What is asked may itself make calls, with what stops those.
+    // Cloned first: `poll` may itself make calls that are watched.
     current().is_some_and(|interrupt| interrupt.poll())
 }
 

@@ -20,13 +20,13 @@ use crate::pipeline::Run;
 use crate::write::{Awaited, Registered};
 use crate::writer::Writer;
 
-/// So many tensors of the host are looked at in the time that a thread takes to start.
+/// About how many tensors in host memory are sampled in the time that a thread takes to start.
 const LOOKED_AT: usize = 256;
 /// Bytes of a tensor that are fetched from a device at a time.
 #[cfg(feature = "cuda")]
 const FETCHED: u64 = 1 << 20;
 
-/// Where values are: the number of a device, or the host.
+/// Where values are: the number of a device, or `None` for the host.
 type Place = Option<u32>;
 
 fn place(t: &TensorValues<'_>) -> Place {
@@ -37,18 +37,18 @@ fn place(t: &TensorValues<'_>) -> Place {
 struct Large<'a> {
     registered: &'a [Registered<'a>],
     tensors: Vec<TensorValues<'a>>,
-    /// For each that is to be stored as a copy the one that it is a copy of.
+    /// For each tensor that will be stored as a copy, the index of its original.
     originals: Vec<Option<usize>>,
-    /// For each whose contexts may be told from its moments, these.
+    /// For each tensor whose contexts may be derived from its moments, their indices.
     moments: Vec<Option<[usize; 2]>>,
-    /// What became of those that others need, once they are written.
+    /// The tensors that others need, once they are written.
     stored: HashMap<usize, Stored>,
 }
 
 /// A tensor that is written.
 struct Stored {
     records: Vec<ChunkRecord>,
-    /// Whether contexts may be told from it.
+    /// Whether contexts may be derived from it: decoding it needs no other tensors.
     alone: bool,
 }
 
@@ -61,18 +61,20 @@ impl Large<'_> {
         self.originals[i].and_then(|o| self.place(o))
     }
 
-    /// Whether the tensor that another one is a copy of has to be fetched first: it is on a device, and not on the same.
+    /// Whether the original of a copy must be fetched first: it is on a device, and not on the
+    /// copy's.
     fn is_fetched(&self, i: usize) -> bool {
         self.place_of_original(i).is_some() && self.place_of_original(i) != self.place(i)
     }
 
-    /// Whether the moments of a tensor have to be fetched first: one is on a device, and not on the same.
+    /// Whether the moments of a tensor must be fetched first: one is on a device, and not on the
+    /// tensor's.
     fn has_far_moments(&self, i: usize) -> bool {
         let places = self.moments[i].iter().flatten().map(|&m| self.place(m));
         places.into_iter().any(|place| place.is_some() && place != self.place(i))
     }
 
-    /// The tensors in the order in which they are written, in runs that an engine encodes at once.
+    /// The tensors in the order of writing, in runs that an engine encodes together.
     fn runs(&self) -> Vec<Vec<usize>> {
         let (copies, others): (Vec<_>, Vec<_>) =
             (0..self.tensors.len()).partition(|i| self.originals[*i].is_some());
@@ -97,8 +99,8 @@ impl Large<'_> {
 }
 
 impl Writer {
-    /// Writes tensors with chunks of their own, wherever they are: in the order, and to the bytes, that they would have
-    /// if all were of the host.
+    /// Writes tensors with chunks of their own, from host or device memory. Their order and bytes
+    /// are the same as if all were in host memory.
     pub(crate) fn write_large(
         &mut self,
         registered: &[Registered<'_>],
@@ -131,7 +133,7 @@ impl Writer {
         Ok(())
     }
 
-    /// For each tensor the number of the one that it is to be stored as a copy of.
+    /// For each tensor, the index of the tensor that it will be stored as a copy of.
     fn find_copies(
         &mut self,
         registered: &[Registered<'_>],
@@ -145,9 +147,9 @@ impl Writer {
         let mut looks = vec![vec![]; tensors.len()];
         self.fetch_looks(registered, tensors, &wanted, &mut looks)?;
         let threads = worth(thread_count(self.options.threads), (wanted.len() / LOOKED_AT) as u64);
-        // What is looked at of each is in many places of the memory.
+        // The sampled bytes of a tensor are scattered in memory.
         let look = |(i, bytes): &(usize, Vec<Range<u64>>)| match tensors[*i].values {
-            // They lie within the tensor.
+            // The ranges lie within the tensor.
             Values::Host(data) => {
                 let parts = bytes.iter().map(|r| &data[r.start as usize..r.end as usize]);
                 Some((*i, parts.collect::<Vec<_>>().concat()))
@@ -167,7 +169,8 @@ impl Writer {
         Ok(originals)
     }
 
-    /// For each tensor the numbers of its moments, if it may be stored as a difference whose contexts they tell.
+    /// For each tensor, the indices of its moments, if it may be stored as a delta with contexts
+    /// from them.
     fn find_moments(
         &self,
         registered: &[Registered<'_>],
@@ -208,7 +211,8 @@ impl Writer {
         out
     }
 
-    /// The moments of a tensor, if contexts may be told from them: `fetched`, or where they are.
+    /// The moments of a tensor, if contexts may be derived from them. Their values are those in
+    /// `fetched`, or else where they are.
     fn moments_of<'a>(
         large: &'a Large<'_>,
         i: usize,
@@ -226,7 +230,7 @@ impl Writer {
         Some([moment(0, m)?, moment(1, v)?])
     }
 
-    /// Writes tensors that are copies of none, all of the host or all of devices.
+    /// Writes tensors that are not copies: all in host memory, or all on devices.
     fn write_others(
         &mut self,
         large: &mut Large<'_>,
@@ -234,7 +238,7 @@ impl Writer {
         meter: &mut Meter,
     ) -> Result<()> {
         let mut run = Run::default();
-        // Such a tensor is a run of its own.
+        // A tensor with such moments is a run of its own.
         let fetched = match numbers.first().filter(|i| large.has_far_moments(**i)) {
             Some(&i) => self.fetch_moments(large, i)?,
             None => None,
@@ -268,7 +272,8 @@ impl Writer {
         Ok(Some([copy(numbers[0])?, copy(numbers[1])?]))
     }
 
-    /// Writes copies of tensors that are written: all in one place, and all of tensors in one place.
+    /// Writes copies of tensors that are already written. All copies are in one place, and so are
+    /// all their originals.
     fn write_copies(
         &mut self,
         large: &Large<'_>,
@@ -301,7 +306,7 @@ impl Writer {
 
 #[cfg(feature = "cuda")]
 impl Writer {
-    /// Copies what is to be looked at of tensors of devices.
+    /// Copies the bytes to compare of tensors on devices.
     fn fetch_looks(
         &self,
         registered: &[Registered<'_>],
@@ -317,7 +322,7 @@ impl Writer {
         self.fetch(&items, name, |i, bytes| looks[numbers[i]] = bytes.to_vec())
     }
 
-    /// Copies a tensor, if there is one, on a device.
+    /// Copies a tensor from its device; nothing if there is no tensor or it is not on a device.
     fn fetch_whole(&self, large: &Large<'_>, number: Option<usize>) -> Result<Vec<u8>> {
         let mut out = vec![];
         let found = number.and_then(|n| Some((n, large.tensors[n].values.memory()?)));
@@ -333,7 +338,8 @@ impl Writer {
         Ok(out)
     }
 
-    /// Copies items of device memory to the host, in order. Names a tensor by the number of the item.
+    /// Copies items of device memory to the host, in order. `name` gives the tensor's name by the
+    /// index of the item.
     fn fetch<'a>(
         &self,
         items: &[FetchItem],
@@ -354,7 +360,7 @@ impl Writer {
     }
 }
 
-/// Without an engine for devices no tensor is on one.
+/// Without device engines, no tensor is on a device.
 #[cfg(not(feature = "cuda"))]
 impl Writer {
     fn fetch_looks<T>(

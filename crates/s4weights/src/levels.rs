@@ -20,23 +20,24 @@ impl Level<'_> {
         self.reader.spec(self.tensor, &self.block)
     }
 
-    /// Whether a chunk is a difference from the next level's values.
+    /// Whether a chunk is predicted from the next level's values.
     pub(crate) fn is_delta(&self, chunk: u64) -> bool {
         let plain = self.block.records[chunk as usize].plain;
         !plain && self.spec().plan.is_delta()
     }
 
-    /// Whether chunks are told from moments of the same checkpoint.
+    /// Whether chunks have contexts from moments of the same checkpoint.
     pub(crate) fn is_told(&self) -> bool {
         self.spec().plan.moments().is_some() && self.block.records.iter().any(|r| !r.plain)
     }
 }
 
-/// A tensor with chunks of its own, the one that it is a delta of, and so on, down to one that is no
-/// delta.
+/// A tensor with chunks of its own, the one that it is a delta of, and so on, down to one that is
+/// not a delta.
 pub(crate) struct Levels<'a> {
     pub(crate) chunked: Vec<Level<'a>>,
-    /// The last one, and its number, if it is a small tensor in a pack, or predicted from another of its checkpoint.
+    /// The last tensor of the chain, by its reader and number, if it is in a pack, or predicted
+    /// from another tensor of its checkpoint.
     pub(crate) packed: Option<(&'a Reader, usize)>,
 }
 
@@ -47,7 +48,7 @@ impl<'a> Levels<'a> {
         let (mut reader, mut tensor) = (reader, tensor);
         loop {
             let t = &reader.tensors[tensor];
-            // That is a copy. Moments are no part of the chain.
+            // A tensor with an own input is a copy. Moments are not part of the chain.
             let alone = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
             let chunks = alone && matches!(t.kind, TensorKind::Chunks { .. });
             let Some(block) = reader.block(tensor)?.filter(|_| chunks) else {
@@ -67,12 +68,13 @@ impl<'a> Levels<'a> {
         }
     }
 
-    /// What a tensor's chunks are decoded from on a device: the tensor itself, the one that it is a
-    /// difference from, and so on. Some may be told from moments. `None`: a device does not.
+    /// The levels that a device decodes a tensor's chunks from: the tensor itself, the one that it
+    /// is a delta of, and so on. Some may have contexts from moments. `None` if a device cannot
+    /// decode them.
     pub(crate) fn for_device(self) -> Option<Vec<Level<'a>>> {
         let Self { chunked, packed } = self;
         let known = |level: &Level<'_>| {
-            // Chunks are differences from chunks.
+            // A chunk of a delta needs the same chunk of the level below.
             let cut_alike = chunked[0].spec().chunk_log2 == level.spec().chunk_log2;
             cut_alike && level.reader.manifest.closed_codecs.is_empty()
         };

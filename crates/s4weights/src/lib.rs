@@ -1,8 +1,8 @@
 //! Saves, loads and inspects lossless compressed checkpoints.
 //!
 //! A [`Writer`] takes named tensors and writes one `.s4w` file, front to back, to a path, an object
-//! store or a stream; a [`Reader`] restores all of them, some of them, or slices. This crate
-//! composes the crates below it: the format is `s4-format`, the work on values `s4-engine`.
+//! store or a stream; a [`Reader`] restores all of them, some of them, or slices. It builds on
+//! `s4-format` (the file format) and `s4-engine` (planning, encoding and decoding).
 //!
 //! ```
 //! use s4weights::{DType, Reader, Source, TensorSource, Writer, WriteOptions};
@@ -31,8 +31,9 @@
 //!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
 //!
-//! What is deliberately absent: Python objects, which only the wheel knows.
-// Except for files that are mapped (`io/region.rs`, `io/mapped.rs`).
+//! Deliberately absent: Python objects, which only the wheel knows.
+// Exceptions: mapped files (`io/region.rs`, `io/mapped.rs`) and uninitialized buffers
+// (`buffers.rs`).
 #![deny(unsafe_code)]
 
 mod adopt;

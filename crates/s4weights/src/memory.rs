@@ -17,7 +17,8 @@ use crate::error::{At, Error, Result};
 use crate::options::{simd, thread_count};
 use crate::parallel::{lock, pool};
 
-/// Compresses and decompresses tensors in memory, one after the other, in memory that it keeps.
+/// Compresses and decompresses tensors in memory, one after the other, and reuses its scratch
+/// memory.
 #[derive(Debug)]
 pub struct TensorCodec {
     engine: CpuEngine,
@@ -55,7 +56,7 @@ impl TensorCodec {
     /// A codec with its threads.
     ///
     /// # Errors
-    /// `Argument` if an option does not fit, `Io` if threads cannot be started.
+    /// `Argument` if an option is invalid, `Io` if threads cannot be started.
     pub fn new(options: MemoryOptions) -> Result<Self> {
         if options.preset == Preset::Nvcomp {
             return Err(Error::Argument("preset `nvcomp` is for files".into()));
@@ -88,7 +89,7 @@ impl TensorCodec {
         let chunks = chunk_count((view.data.len() / width) as u64, plan.chunk_log2);
         let encode = |chunk: u64| {
             self.with(|scratch| {
-                // Room for a chunk that does not get smaller; what is not used is never touched.
+                // Room for a chunk that does not shrink; memory that is not used is never touched.
                 let mut frame = Vec::with_capacity((width << plan.chunk_log2).min(view.data.len()));
                 let job = EncodeJob { view, plan: &plan, chunk, inputs: &[] };
                 let e = self.engine.encode(&job, scratch, &mut frame);

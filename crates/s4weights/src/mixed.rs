@@ -26,7 +26,8 @@ const RUN: u8 = *CHUNK_LOG2.start();
 type Runs = u8;
 const ALL: Runs = ((1u16 << (1 << (BLOCK - RUN))) - 1) as Runs;
 
-/// What is wanted of a block: where it starts in the block, and where it goes.
+/// What is wanted of a block: its runs, and pieces with where each starts in the block and where it
+/// goes.
 #[derive(Default)]
 struct Wanted<'a> {
     runs: Runs,
@@ -34,8 +35,8 @@ struct Wanted<'a> {
 }
 
 impl Reader {
-    /// Fills the wants of tensors that are cut differently along their chain, and gives back the others.
-    /// The tensors are prepared.
+    /// Fills the wants of tensors whose chunk size differs along their chain, and returns the other
+    /// wants. The tensors must be prepared.
     pub(crate) fn fill_mixed<'a>(
         &self,
         wants: Vec<Want<'a>>,
@@ -65,7 +66,7 @@ impl Reader {
         Ok(others)
     }
 
-    /// Restores a tensor and keeps nothing; `false` if it is none of these.
+    /// Restores a tensor and keeps nothing; `false` if its chunk size does not differ.
     pub(crate) fn check_mixed(&self, tensor: usize, meter: &mut Meter) -> Result<bool> {
         let Some(levels) = self.mixed(tensor)? else { return Ok(false) };
         let (mut buffers, mut values) = (Buffers::default(), vec![]);
@@ -77,7 +78,7 @@ impl Reader {
         Ok(true)
     }
 
-    /// The levels of a tensor, if they are cut differently.
+    /// The levels of a tensor, if their chunk sizes differ.
     fn mixed(&self, tensor: usize) -> Result<Option<Levels<'_>>> {
         let plan = &self.manifest.plans[usize::from(self.tensors[self.host(tensor)].plan)];
         if self.host(tensor) != tensor || plan.parent().is_none() {
@@ -109,8 +110,8 @@ impl Reader {
 }
 
 impl Levels<'_> {
-    /// Restores runs of a block into `values`, which becomes as long as the block. Other runs hold
-    /// anything.
+    /// Restores runs of a block into `values`, which becomes as long as the block. The content of
+    /// other runs is unspecified.
     fn restore(
         &self,
         block: u64,
@@ -125,7 +126,7 @@ impl Levels<'_> {
         let first = block * size;
         let all = tensor.bytes().at(&top.reader.name)?;
         values.resize(size.min(all - first) as usize, 0);
-        // What each level must give: what those above it are differences from.
+        // The chunks that each level must supply, for the deltas in the level above it.
         let mut work = vec![];
         for level in &self.chunked {
             let chunks: Vec<_> = level.chunks(block).filter(|c| c.1 & wanted != 0).collect();
@@ -133,7 +134,7 @@ impl Levels<'_> {
             work.push((level, chunks));
         }
         if let Some((reader, number)) = self.packed.filter(|_| wanted != 0) {
-            // A pack is no difference.
+            // The last tensor of the chain is not a delta, so it is read first.
             let want = Want { tensor: number, first, to: &mut *values };
             reader.fill(vec![want], &reader.idle)?;
         }

@@ -33,14 +33,14 @@ pub trait ObjectSink: Send {
 pub struct DataObject {
     /// Its number: a reader asks for it by this.
     pub number: u32,
-    /// The group that its tensors are of, for those who keep groups apart.
+    /// The group of its tensors, for sinks that keep groups apart.
     pub group: u8,
     /// Its bytes, in one part or several. A part's memory may be page-locked, which is scarce: to keep an
     /// object after it is stored, copy it.
     pub bytes: PutPayload,
     /// BLAKE3 of the bytes, as the manifest has it.
     pub blake3: Digest,
-    /// Whether it is to be kept, and its memory may be.
+    /// Whether it should be kept for later saves, as its memory may be.
     pub(crate) may_stay: bool,
 }
 
@@ -61,7 +61,8 @@ pub trait ObjectSource: Send + Sync {
         fill_by_range(self, number, offset, buf)
     }
 
-    /// A range of an object that is in memory, as a part of it; `None` if it is not, or not so much.
+    /// A range of an object in memory, without a copy; `None` if it is not in memory as one part,
+    /// or the object is too short.
     fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
         let _ = (number, range);
         None
@@ -93,8 +94,8 @@ pub(crate) fn fill_by_range(
 pub(crate) struct MemoryObjects(pub(crate) BTreeMap<u32, PutPayload>);
 
 impl MemoryObjects {
-    /// The parts of an object that have bytes of a range, and which of theirs; `None` if it is not there, or not so
-    /// long.
+    /// The parts of an object that cover a range, cut to it; `None` if there is no such object, or
+    /// it is too short.
     fn parts(&self, number: u32, range: Range<u64>) -> Option<Vec<Bytes>> {
         let object = self.0.get(&number)?;
         let place = |at: u64| usize::try_from(at).ok().filter(|&at| at <= object.content_length());

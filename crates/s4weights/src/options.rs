@@ -45,7 +45,7 @@ pub struct WriteOptions {
     pub threads: Option<usize>,
     /// Vector instructions; `None`: the best that the machine has.
     pub simd: Option<Simd>,
-    /// Bytes of buffers to keep within; `None`: 256 MiB.
+    /// Most bytes of buffers; `None`: 256 MiB.
     pub memory: Option<usize>,
     /// The previous checkpoint: tensors that are smaller as deltas of it are stored so.
     pub parent: Option<Arc<dyn Parent>>,
@@ -54,7 +54,7 @@ pub struct WriteOptions {
     /// Time limit of a request to an object store, retries included; `None`: 5 minutes, or half a minute as
     /// long as the server was never reached.
     pub deadline: Option<Duration>,
-    /// Told of progress.
+    /// Called with the progress.
     pub progress: Option<ProgressFn>,
     /// The encoder of tensors in device memory.
     #[cfg(feature = "cuda")]
@@ -62,8 +62,8 @@ pub struct WriteOptions {
     /// Bytes of frames in the engine's page-locked memory that may wait to be written to a file; `None`: 64 MiB. With
     /// more, values on devices are needed for less time.
     pub ahead: Option<usize>,
-    /// Called once by each [`crate::Writer::write`], when it no longer needs the values on devices: the
-    /// caller may change them while it writes those of the host.
+    /// Called once by each [`crate::Writer::write`], when it no longer needs the values on devices:
+    /// the caller may change them while values in host memory are still being written.
     pub staged: Option<StagedFn>,
 }
 
@@ -76,12 +76,12 @@ pub struct ReadOptions {
     pub simd: Option<Simd>,
     /// As [`WriteOptions::deadline`].
     pub deadline: Option<Duration>,
-    /// Told of progress.
+    /// Called with the progress.
     pub progress: Option<ProgressFn>,
-    /// Finds the parent of a delta. Without it, only tensors that are no deltas can be read.
+    /// Finds the parent of a delta. Without it, only tensors that are not deltas can be read.
     pub parents: Option<ParentResolver>,
-    /// Whether the file is known to come from a program that is trusted. Only then are closed
-    /// bitstreams of a vendor decoded, on a GPU: the vendor's decoders are not safe on other bytes.
+    /// Whether the file is known to come from a program that is trusted. Only then are a vendor's
+    /// closed codecs decoded, on a GPU: the vendor's decoders are not safe on other bytes.
     pub trusted: bool,
 }
 

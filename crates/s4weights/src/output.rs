@@ -1,4 +1,4 @@
-//! Where a writer's bytes go: chunks, then the index, after them or apart from them.
+//! Where a writer's bytes go: chunks, then the index, behind the chunks or apart from them.
 
 use std::collections::VecDeque;
 #[cfg(feature = "cuda")]
@@ -25,7 +25,7 @@ use crate::parallel::pool;
 /// Most groups of tensors: each may hold a partly filled object in memory.
 pub(crate) const MAX_GROUPS: u8 = 4;
 
-/// The zeros between what ends at an offset and the chunk that follows it.
+/// The zeros between an offset and the next chunk, which starts at a multiple of [`ALIGN`].
 fn gap_at(offset: u64) -> &'static [u8] {
     const ZEROS: [u8; ALIGN] = [0; ALIGN];
     &ZEROS[..(offset.next_multiple_of(ALIGN as u64) - offset) as usize]
@@ -34,7 +34,7 @@ fn gap_at(offset: u64) -> &'static [u8] {
 /// One file, or objects and an index. Chunks are put first, then everything else.
 pub(crate) struct Output {
     to: To,
-    /// Bytes of chunks that went to objects of their own.
+    /// Bytes of chunks that are in objects of their own.
     chunk_bytes: u64,
 }
 
@@ -43,7 +43,7 @@ enum To {
     Objects(Objects),
 }
 
-/// The thread that hashes and writes a file.
+/// Which thread hashes and writes a file.
 enum End {
     Caller(HashedSink),
     Background(Behind),
@@ -69,41 +69,43 @@ struct Objects {
     sink: Box<dyn ObjectSink>,
     options: ObjectOptions,
     memory: ObjectMemory,
-    /// Threads that hash together; `None`: the caller's own.
+    /// Threads that hash together; `None`: the caller's thread hashes.
     hashers: Option<ThreadPool>,
-    /// Objects that are complete and not handed on yet, in the order in which they were closed.
+    /// Objects that are complete but not yet handed to the sink, in the order in which they were
+    /// closed.
     hashing: VecDeque<Hashing>,
     open: Vec<Open>,
-    /// By number; absent while an object is open.
+    /// By number; `None` until an object is handed to the sink.
     done: Vec<Option<Object>>,
     index: Vec<u8>,
 }
 
-/// Where objects are in memory.
+/// Memory for objects.
 pub(crate) struct ObjectMemory {
-    /// For what is copied.
+    /// Buffers for bytes that are copied.
     pub(crate) buffers: LargeBuffers,
     /// Objects that may wait for their hashes.
     pub(crate) ahead: usize,
-    /// What stays for longer than it takes to store it.
+    /// Memory for objects that stay after they are stored.
     pub(crate) kept: KeptMemory,
 }
 
-/// Memory of objects that stay for later saves.
+/// Memory for objects that stay for later saves.
 #[derive(Default)]
 pub(crate) struct KeptMemory {
-    /// Bytes of those that are copied to memory that is not page-locked; `None`: no object stays.
+    /// Bytes left for objects that are copied to memory that is not page-locked; `None`: no object
+    /// stays.
     pub(crate) room: Option<usize>,
-    /// What has those that stay where they were encoded.
+    /// The engine that keeps objects where they were encoded.
     #[cfg(feature = "cuda")]
     pub(crate) engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
 }
 
-/// What becomes of an object once it is stored.
+/// What happens to an object once it is stored.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stay {
     No,
-    /// It stays where it was encoded, which only engines of devices have room for.
+    /// It stays where it was encoded, if the device engine has room for it.
     #[cfg(feature = "cuda")]
     Here,
     /// A copy of it stays.
@@ -129,7 +131,7 @@ impl KeptMemory {
     }
 }
 
-/// What an object and its hash come through.
+/// Yields an object and its hash.
 type Hashing = Receiver<(Open, Digest)>;
 
 /// An object that is being filled.
@@ -141,7 +143,8 @@ struct Open {
 }
 
 impl Open {
-    /// Its hash, with the threads of the pool that this is called in. What stays as a copy is copied.
+    /// Hashes the object: if `in_pool`, with the threads of the pool that this is called in. Copies
+    /// it first if a copy is to stay.
     fn hashed(mut self, buffers: &LargeBuffers, in_pool: bool) -> (Self, Digest) {
         if self.stay == Stay::Copied {
             self.content = self.content.copied_whole(buffers);
@@ -177,8 +180,9 @@ impl Output {
         Ok(Self { to, chunk_bytes: 0 })
     }
 
-    /// Writes chunks, whose tensors' groups are given, with the threads of a pool: gives the number of each one's
-    /// object, and its offset there. In objects, chunks of one group only lie together.
+    /// Writes chunks, with the threads of a pool; returns the number of each chunk's object, and
+    /// its offset there. `groups` holds the group of each tensor: an object has chunks of one group
+    /// only.
     pub(crate) fn chunks(
         &mut self,
         frames: &[EncodedFrame<'_>],
@@ -200,8 +204,9 @@ impl Output {
         Ok(places)
     }
 
-    /// Hashes and writes a file on background threads from now on, if its sink may move between threads, so
-    /// that the calling thread can do other work. `ahead`: bytes that may wait where they are.
+    /// From now on, hashes and writes a file on background threads, if its sink may move between
+    /// threads, so that the calling thread can do other work. `ahead` limits the bytes that wait to
+    /// be written without having been copied.
     pub(crate) fn write_behind(&mut self, threads: usize, ahead: usize) -> Result<()> {
         if let To::File { end, offset } = &mut self.to {
             *end = match std::mem::replace(end, End::Failed) {
@@ -227,7 +232,7 @@ impl Output {
         Ok(())
     }
 
-    /// Ends the chunks; gives the objects that hold them.
+    /// Ends the chunks; returns the objects that hold them.
     pub(crate) fn end_chunks(&mut self) -> Result<Vec<Object>> {
         self.align()?;
         self.write_here()?;
@@ -280,12 +285,12 @@ impl Output {
         }
     }
 
-    /// Bytes of everything.
+    /// Bytes of chunks and index together.
     pub(crate) fn bytes(&self) -> u64 {
         self.chunk_bytes + self.offset()
     }
 
-    /// Makes a file visible; gives the index of objects.
+    /// Makes a file visible, or returns the index of objects.
     pub(crate) fn commit(self) -> Result<Option<Bytes>> {
         match self.to {
             To::File { end, .. } => end.into_sink()?.sink.commit().map(|()| None),
@@ -299,7 +304,8 @@ impl Output {
 }
 
 impl Drop for Objects {
-    /// After an error, the memory of objects is free when the error is known.
+    /// Waits for hashing threads, so that after an error the memory of objects is free by the time
+    /// the caller sees the error.
     fn drop(&mut self) {
         self.hashing.drain(..).for_each(|hashing| drop(hashing.recv()));
     }
@@ -312,7 +318,7 @@ impl Objects {
         groups: &[u8],
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<(u32, u64)>> {
-        // An upload begins as soon as it can.
+        // So that uploads begin as early as possible.
         self.hand_on_hashed(usize::MAX)?;
         let group_of = |frame: &EncodedFrame<'_>| groups.get(frame.tensor).copied().unwrap_or(0);
         let mut places = Vec::with_capacity(frames.len());
@@ -322,7 +328,7 @@ impl Objects {
             let (mut at, mut parts, mut count) = (content.len(), Parts::default(), 0);
             for frame in frames.iter().take_while(|f| group_of(f) == group) {
                 let gap = gap_at(at as u64);
-                // An object holds one chunk at least.
+                // An object holds at least one chunk, however large.
                 if at > 0 && at + gap.len() + frame.bytes.len() > self.options.bytes {
                     break;
                 }
@@ -342,7 +348,7 @@ impl Objects {
         Ok(places)
     }
 
-    /// The place of the object that is being filled with chunks of a group.
+    /// The position in `open` of the object that is being filled with chunks of a group.
     fn open_of(&mut self, group: u8) -> Result<usize> {
         if let Some(i) = self.open.iter().position(|o| o.group == group) {
             return Ok(i);
@@ -358,8 +364,8 @@ impl Objects {
         Ok(self.open.len() - 1)
     }
 
-    /// Begins to hash an object, and hands on those before it until few enough wait: no thread waits for a hash while
-    /// the next object is filled.
+    /// Starts hashing an object, and hands on earlier ones until at most `ahead` are pending: the
+    /// next object is filled without waiting for the hash.
     fn close(&mut self, mut open: Open) -> Result<()> {
         open.stay = self.memory.kept.claim(&mut open.content);
         let buffers = self.memory.buffers.clone();
@@ -368,13 +374,14 @@ impl Objects {
             return self.hand_on(open, blake3);
         };
         let (tell, told) = sync_channel(1);
-        // Who began it may have failed meanwhile.
+        // The receiver may be gone: the writer may have failed meanwhile.
         pool.spawn(move || drop(tell.send(open.hashed(&buffers, true))));
         self.hashing.push_back(told);
         self.hand_on_hashed(self.memory.ahead)
     }
 
-    /// Hands on the objects that are hashed, and waits for hashes where more than `ahead` objects wait.
+    /// Hands hashed objects to the sink; waits for hashes while more than `ahead` objects are
+    /// pending.
     fn hand_on_hashed(&mut self, ahead: usize) -> Result<()> {
         let stopped = |e| Error::io("threads", "hash on", std::io::Error::other(e));
         while let Some(first) = self.hashing.front() {

@@ -50,7 +50,7 @@ impl Pack {
         self.data.len() / self.class.dtype.value_width()
     }
 
-    /// Whether so many more values fit: a pack is one chunk.
+    /// Whether `values` more fit: a pack is one chunk.
     pub(crate) fn has_room(&self, values: u64) -> bool {
         self.values() as u64 + values <= 1 << s4_engine::chunk_log2(self.class.dtype)
     }

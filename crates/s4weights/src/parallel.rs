@@ -28,7 +28,7 @@ pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {
     Ok(Some(pool))
 }
 
-/// What a mutex guards, which is whole also where a thread ended early that had it.
+/// Locks a mutex. What it guards is consistent even if a thread that held the lock panicked.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -31,7 +31,7 @@ pub struct ParentRange<'a> {
     pub tensor: u32,
     /// First byte within the tensor.
     pub first: u64,
-    /// Where they go to.
+    /// Where they go.
     pub to: &'a mut [u8],
 }
 
@@ -70,8 +70,9 @@ pub trait Parent: Send + Sync {
         false
     }
 
-    /// Whether reading a tensor that [`Parent::find`] gave, or what it is a difference from, needs other tensors of its
-    /// checkpoint. Contexts are told from no moments that are differences from such; this is the answer if it is unknown.
+    /// Whether reading a tensor that [`Parent::find`] gave, or what it is a delta of, needs other
+    /// tensors of its checkpoint. Contexts are never derived from moments that are deltas of such a
+    /// tensor. If this is unknown, the answer is `true`.
     fn needs_others(&self, tensor: u32) -> bool {
         let _ = tensor;
         true
@@ -113,9 +114,9 @@ pub(crate) struct SnapshotTensor {
     pub(crate) shape: Vec<u64>,
     pub(crate) bytes: u64,
     pub(crate) chunk_log2: u8,
-    /// As [`Parent::needs_others`] says it.
+    /// The answer of [`Parent::needs_others`].
     pub(crate) needs_others: bool,
-    /// As [`Parent::expected`] says it.
+    /// The answer of [`Parent::expected`].
     pub(crate) expected: Option<Arc<Expected>>,
     /// CRC-32C of the values of each chunk.
     pub(crate) checksums: Vec<u32>,
@@ -157,7 +158,7 @@ pub struct MemoryParent {
 }
 
 enum Held {
-    /// Memory of the caller's, which may change.
+    /// The caller's memory, which may change.
     Theirs(Bytes),
     /// Memory that never changes.
     Own(Bytes),
@@ -170,7 +171,7 @@ impl MemoryParent {
         Self { snapshot, budget, used: 0, held: HashMap::new(), rest: None }
     }
 
-    /// Where values that are not in memory come from: the same checkpoint, opened.
+    /// Values that are not in memory are read from `rest`: the same checkpoint, opened.
     ///
     /// # Errors
     /// [`Error::Parent`] if it is another checkpoint.
@@ -183,8 +184,8 @@ impl MemoryParent {
     }
 
     /// Holds a tensor's values as they are: `bytes` owns, or keeps alive, the caller's memory. They
-    /// are compared with the checkpoint's checksums when they are used. A tensor that differences
-    /// cannot be taken from (small, or not of the checkpoint) is left out.
+    /// are compared with the checkpoint's checksums when they are used. A tensor that cannot have
+    /// deltas (small, or not of the checkpoint) is ignored.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are not as many bytes as the tensor has.
@@ -201,10 +202,10 @@ impl MemoryParent {
         self.insert(name, values, Held::Own)
     }
 
-    /// As [`MemoryParent::own`], of a copy of values that may change meanwhile.
+    /// As [`MemoryParent::own`], for a copy of values that may change meanwhile.
     ///
     /// # Errors
-    /// As [`MemoryParent::hold`]; [`Error::Parent`] if what was copied are not the checkpoint's values.
+    /// As [`MemoryParent::hold`]; [`Error::Parent`] if the copied values are not the checkpoint's.
     pub(crate) fn own_copy(
         &mut self,
         name: &str,
@@ -214,11 +215,11 @@ impl MemoryParent {
         let snapshot = Arc::clone(&self.snapshot);
         let Some(tensor) = snapshot.tensors.get(name) else { return Ok(()) };
         let mut copy = buffers.take(values.len());
-        // Each chunk is in a cache still when it is compared.
+        // Chunk by chunk, so that each is still in a cache when it is compared.
         for (chunk, values) in values.chunks(tensor.chunk_bytes()).enumerate() {
             let start = copy.len();
             copy.extend_from_slice(values);
-            // What is compared is the copy: no optimizer is to look at the values again.
+            // The copy is compared: the compiler must not read the values a second time instead.
             self.check(name, tensor, chunk, &black_box(&mut *copy)[start..])?;
         }
         self.own(name, copy.into())
@@ -252,7 +253,7 @@ impl MemoryParent {
         }
         let view = TensorView { dtype: tensor.dtype, shape: &tensor.shape, data: values };
         let compressed = codec.compress(&view)?;
-        // What is compared is what was compressed, whatever becomes of the values meanwhile.
+        // Compares what was compressed, even if the values have changed meanwhile.
         let pairs = compressed.checksums().zip(&tensor.checksums);
         if let Some((chunk, _)) = (0..).zip(pairs).find(|(_, (kept, stored))| kept != *stored) {
             return Err(self.problem(Some(name), ParentProblem::Changed { chunk }));
@@ -293,7 +294,8 @@ impl MemoryParent {
         }
     }
 
-    /// What must be known of a held tensor, and the first of `len` bytes of it, which it has.
+    /// What is known of a held tensor, and the offset of its byte `first`, after checking that it
+    /// has `len` bytes from there on.
     fn place(
         &self,
         tensor: u32,
@@ -304,7 +306,7 @@ impl MemoryParent {
         let Some(known) = self.snapshot.tensors.get(name) else {
             return Err(self.problem(Some(name), ParentProblem::NoTensor(tensor)));
         };
-        // The values are in memory.
+        // Fits in `usize`: the values are in memory.
         let bytes = known.bytes as usize;
         let first = usize::try_from(first).ok();
         let first = first.filter(|f| f.checked_add(len).is_some_and(|end| end <= bytes));
@@ -312,8 +314,9 @@ impl MemoryParent {
         Ok((known, first.ok_or_else(outside)?))
     }
 
-    /// Compares values from byte `first` on with the checkpoint's checksums. What is less than a chunk is
-    /// only looked at, to see whether a difference would pay.
+    /// Compares values from byte `first` on with the checkpoint's checksums. Chunks that are not
+    /// read as a whole are not compared: such reads only serve to estimate whether a delta would
+    /// pay.
     fn compare(
         &self,
         name: &str,
@@ -332,7 +335,7 @@ impl MemoryParent {
         Ok(())
     }
 
-    /// Decompresses a range, chunk by chunk, and compares it.
+    /// Decompresses a range, chunk by chunk, and compares it with the checkpoint's checksums.
     fn decompress(
         &self,
         range: &mut ParentRange<'_>,
@@ -385,7 +388,7 @@ impl Parent for MemoryParent {
                 Some((name, Held::Theirs(values) | Held::Own(values))) => {
                     let len = range.to.len();
                     let (tensor, first) = self.place(range.tensor, name, range.first, len)?;
-                    // What is compared is what is used, whatever becomes of it meanwhile.
+                    // Compares what is used, even if the caller's memory changes meanwhile.
                     range.to.copy_from_slice(&values[first..first + len]);
                     self.compare(name, tensor, first, range.to)?;
                 }
@@ -419,7 +422,7 @@ impl Parent for MemoryParent {
     }
 
     fn needs_others(&self, tensor: u32) -> bool {
-        // What is not here is of the same checkpoint.
+        // `rest` is the same checkpoint.
         match (self.held.get(&tensor), &self.rest) {
             (Some((name, _)), _) => self.snapshot.tensors.get(name).is_none_or(|t| t.needs_others),
             (None, Some(rest)) => rest.needs_others(tensor),

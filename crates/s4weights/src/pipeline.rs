@@ -1,4 +1,4 @@
-//! Plans and encodes tensors on an engine, while the caller's thread writes what is done.
+//! Plans and encodes tensors on an engine, while the caller's thread writes the finished chunks.
 
 use std::panic::resume_unwind;
 use std::sync::Arc;
@@ -24,40 +24,44 @@ use crate::recall::Recall;
 use crate::write::TensorSource;
 use crate::writer::Writer;
 
-/// From so many threads and bytes of values on, others than this one hash and write.
+/// With at least this many threads and bytes of values, hashing and writing move to background
+/// threads.
 const BEHIND: (usize, u64) = (4, 64 << 20);
 
-/// Bytes of encoded values that wait to be written where they are, unless told: what a file takes in some
-/// milliseconds.
+/// By default, bytes of frames that may wait in the engine's own memory until they are written:
+/// what a file takes in some milliseconds.
 const AHEAD: usize = 64 << 20;
 
-/// So many threads encode faster than one copies what they made.
+/// With this many encoding threads, a single copying thread becomes the bottleneck.
 const COPIERS: usize = 8;
 
 /// Bytes of values that take longer to encode than a thread takes to start.
 const THREAD_BYTES: u64 = 1 << 20;
 
-/// Tensors of a device that are planned together, while those before them are encoded: where there are many, planning
-/// takes as long as encoding. First, when nothing else is to be done, and at most.
+/// How many tensors on devices are planned together: at first, when nothing else can be done
+/// meanwhile, and at most. Later ones are planned while those before them are encoded, since with
+/// many tensors planning takes as long as encoding.
 const PLANNED: (usize, usize) = (256, 1024);
 
-/// Threads that wait for a device at least, where it codes planes of the host.
+/// Fewest encoding threads where a device codes the planes of values in host memory: the threads
+/// mostly wait for it.
 const WAITING: usize = 64;
 
-/// Tensors with chunks of their own, to be written: all of the host, or all of devices.
+/// Tensors with chunks of their own, to be written together: all in host memory, or all on devices.
 #[derive(Clone, Default)]
 pub(crate) struct Run<'a> {
     pub(crate) names: Vec<&'a str>,
     pub(crate) tensors: Vec<TensorValues<'a>>,
     pub(crate) groups: Vec<u8>,
-    /// Of each the number of the parent's tensor that it may be a difference from.
+    /// For each tensor, the number of the parent's tensor that it may be a delta of.
     pub(crate) parents: Vec<Option<u32>>,
-    /// Of each its moments, if its contexts may be told from them; empty: of none.
+    /// For each tensor, its moments, if contexts may be derived from them. Empty if no tensor has
+    /// any.
     pub(crate) moments: Vec<Option<[Moment<'a>; 2]>>,
 }
 
 impl<'a> Run<'a> {
-    /// Adds a tensor. `parent`: the number of the parent's that it may be a difference from.
+    /// Adds a tensor. `parent` is the number of the parent's tensor that it may be a delta of.
     pub(crate) fn push(
         &mut self,
         source: &TensorSource<'a>,
@@ -70,7 +74,7 @@ impl<'a> Run<'a> {
         self.parents.push(parent);
     }
 
-    /// Some of them.
+    /// The tensors at these indices.
     fn only(&self, numbers: &[usize]) -> Self {
         fn pick<T: Clone>(from: &[T], numbers: &[usize]) -> Vec<T> {
             numbers.iter().filter_map(|&i| from.get(i)).cloned().collect()
@@ -84,7 +88,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The same in parts: each of twice as many tensors as the one before it, at most `most`.
+    /// Splits the run into parts: the first of `first` tensors, each later one of twice as many as
+    /// the part before it, at most `most`.
     fn parts(&self, first: usize, most: usize) -> Vec<Self> {
         let (mut parts, mut start, mut count) = (vec![], 0, first);
         while start < self.tensors.len() {
@@ -106,12 +111,13 @@ impl<'a> Run<'a> {
 pub(crate) struct Coded {
     pub(crate) plan: TensorPlan,
     pub(crate) records: Vec<ChunkRecord>,
-    /// Whether a chunk uses the plan's shared tables.
+    /// Whether any chunk uses the plan's shared tables.
     pub(crate) shared: bool,
 }
 
 impl Coded {
-    /// The tensor's block, where it is to be known by its offset, and its bytes. `target`: what is written to.
+    /// The tensor's block, without its offset, and the bytes of it. `target` names the output in
+    /// errors.
     pub(crate) fn block(&self, name: &str, target: &str) -> Result<(Block, Vec<u8>)> {
         let mut bytes = vec![];
         let side = self.plan.side_data(self.shared).at(target)?;
@@ -123,7 +129,7 @@ impl Coded {
     }
 }
 
-/// What a chunk's part of the totals depends on.
+/// What is needed to count a chunk in the totals.
 struct ChunkOf<'a> {
     dtype: DType,
     /// Bytes of the tensor.
@@ -140,8 +146,8 @@ impl Writer {
         done.map_err(|e| e.named(&self.name, |i| run.names.get(i).copied()))
     }
 
-    /// Encodes rounded copies of tensors that are written already, and appends their chunks. All copies are in one place;
-    /// what they are copies of is there, too, or in the memory of the host.
+    /// Encodes copies, rounded or equal, of tensors that are already written, and appends their
+    /// chunks. All copies are in one place, and their originals are there too, or in host memory.
     pub(crate) fn encode_copies(
         &mut self,
         run: &Run<'_>,
@@ -224,7 +230,7 @@ impl Writer {
                     .take()
                     .unwrap_or_else(|| plan(i))
                     .map_err(|e: Failure| e.after(first))?;
-                // A device waits for no plans but the first.
+                // The next part is planned meanwhile, so a device waits for the first plans only.
                 let next = (i + 1 < parts.len()).then(|| {
                     let interrupt = interrupt.clone();
                     scope.spawn(move || {
@@ -262,7 +268,7 @@ impl Writer {
             let ahead = self.options.ahead.unwrap_or(AHEAD);
             self.out.write_behind(threads, ahead)?;
         }
-        // Where few threads encode, this one copies as fast.
+        // With few encoding threads, this thread alone copies as fast.
         let copiers = pool.filter(|_| on_device || threads >= COPIERS);
         let threads = if pool.is_some() { threads } else { 1 };
         let parent = self.options.parent.clone();
@@ -286,8 +292,8 @@ impl Writer {
             }
             Ok(())
         });
-        // What the sink says comes before what came of it. Whoever waits for values on devices does not wait for what
-        // is still to be written.
+        // An error of the sink takes precedence over the errors that follow from it. After values
+        // on devices, the caller is not kept waiting for the remaining writes.
         if done.is_err() || !on_device {
             self.out.write_here()?;
         }
@@ -297,7 +303,8 @@ impl Writer {
         })
     }
 
-    /// Threads that encode. Those of preset `nvcomp` wait for the device, which is fast where much waits.
+    /// How many threads encode. With preset `nvcomp` they wait for the device, which is fast only
+    /// with many requests pending.
     fn encoding_threads(&self, on_device: bool) -> usize {
         let threads = thread_count(self.options.threads);
         if self.waits() && !on_device { threads.max(WAITING) } else { threads }
@@ -308,12 +315,12 @@ impl Writer {
         self.options.preset == Preset::Nvcomp
     }
 
-    /// Bytes of buffers to keep within.
+    /// The limit for buffers, in bytes.
     fn memory(&self) -> usize {
         self.options.memory.unwrap_or(256 << 20)
     }
 
-    /// Chunks that threads encode together.
+    /// How many chunks are encoded at once.
     fn window(&self, parent: Option<&dyn Parent>, threads: usize) -> usize {
         let behind = if self.out.is_behind() { Behind::BUFFERS } else { 0 };
         let memory = self.memory().saturating_sub(behind);
@@ -325,7 +332,7 @@ impl Writer {
         };
         let remote = parent.is_some_and(Parent::is_remote);
         let wanted = if remote {
-            // As much as can be, so that there are many requests at once.
+            // As many as fit, so that many requests are in flight.
             budget
         } else if threads == 1 {
             1
@@ -335,7 +342,7 @@ impl Writer {
         wanted.max(threads)
     }
 
-    /// Counts a chunk whose frame is at a place, an object and an offset there; gives its record.
+    /// Counts a chunk whose frame is at this offset of this object; returns its record.
     fn count_chunk(
         &mut self,
         of: &ChunkOf<'_>,
@@ -370,16 +377,16 @@ impl Writer {
     }
 }
 
-/// What is tried first for tensors.
+/// Earlier choices, which are tried first.
 #[derive(Clone, Copy)]
 struct Remembered<'a> {
-    /// What was chosen for them in earlier checkpoints.
+    /// Choices for the same tensors in earlier checkpoints.
     recall: Option<&'a Recall>,
-    /// What was chosen for others that are like them.
+    /// Choices for similar tensors of this checkpoint.
     alike: &'a Alike,
 }
 
-/// Plans tensors; gives them with what deltas are predicted from.
+/// Plans tensors; returns the plans, with the inputs that deltas are predicted from.
 fn plan_part<'a, G: Engine>(
     engine: &G,
     preset: Preset,

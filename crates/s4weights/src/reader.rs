@@ -27,7 +27,7 @@ use crate::slice::{Slice, View};
 /// Runs of a slice that are read at a time.
 const RUNS: usize = 1 << 16;
 
-/// So many tensors' blocks are parsed in the time that a thread takes to start.
+/// About how many tensor blocks are parsed in the time that a thread takes to start.
 const PARSED: usize = 512;
 
 /// A tensor of a file.
@@ -55,12 +55,12 @@ pub struct Reader {
     pub(crate) options: ReadOptions,
     /// Numbers of the tensors that the caller sees, in the order of names.
     by_name: Vec<u32>,
-    /// Tensors that the caller sees; packs follow them.
+    /// How many tensors the caller sees; packs follow them.
     named: usize,
     blocks: Mutex<Blocks>,
     /// The parent, once it is known.
     pub(crate) parent: OnceLock<Arc<Reader>>,
-    /// Another checkpoint of the same values that this one replaced.
+    /// The checkpoint, with the same values, that this one replaced.
     pub(crate) stands_for: OnceLock<manifest::Parent>,
     pub(crate) idle: Mutex<Vec<Buffers>>,
 }
@@ -68,7 +68,7 @@ pub struct Reader {
 /// Tensor blocks that were read, by tensor, and where their chunks are.
 #[derive(Default)]
 struct Blocks {
-    /// As many as there are tensors, once any was read.
+    /// One entry per tensor; none before a block is read.
     loaded: Vec<Option<Arc<LoadedBlock>>>,
     extents: Extents,
 }
@@ -86,18 +86,19 @@ pub(crate) struct LoadedBlock {
 }
 
 impl Reader {
-    /// Opens a file: reads its end, its manifest and its tensor table. One that needs closed
-    /// bitstreams opens anywhere; reading values that need them is an error of type `Format` that says
-    /// what is missing, or that the file must be trusted ([`ReadOptions::trusted`]).
+    /// Opens a file: reads its end, its manifest and its tensor table. A file that needs closed
+    /// codecs opens anywhere; reading values that need them is a `Format` error that says what is
+    /// missing, or that the file must be trusted ([`ReadOptions::trusted`]).
     ///
     /// # Errors
-    /// `NotFound`, `Io`, or `Format` if it is no `.s4w` file, damaged, cut or of another version.
+    /// `NotFound`, `Io`, or `Format` if it is not a `.s4w` file, damaged, truncated or of another
+    /// version.
     pub fn open(source: Source, options: ReadOptions) -> Result<Self> {
         Self::open_with(source, None, options)
     }
 
-    /// Opens a checkpoint whose chunks are in objects: `index` is what
-    /// [`crate::Written::index`] was.
+    /// Opens a checkpoint whose chunks are in objects. `index` holds the bytes that
+    /// [`crate::Written::index`] had.
     ///
     /// # Errors
     /// As [`Reader::open`].
@@ -181,13 +182,13 @@ impl Reader {
         self.manifest.tree.as_ref().map(|t| t.get())
     }
 
-    /// The tensors, in the order in which they were written. Their place is their number.
+    /// The tensors, in the order in which they were written. A tensor's position is its number.
     pub fn tensors(&self) -> impl ExactSizeIterator<Item = TensorInfo<'_>> {
         self.tensors[..self.named].iter().map(|t| TensorInfo {
             name: &t.name,
             dtype: t.dtype,
             shape: &t.shape,
-            // The index was parsed: shapes are within limits.
+            // Parsing the index checked that shapes are within limits.
             bytes: t.bytes().unwrap_or(0),
         })
     }
@@ -209,7 +210,7 @@ impl Reader {
     /// A named byte string.
     ///
     /// # Errors
-    /// `NoEntry`, or as reading.
+    /// `NoEntry`, or the errors of reading.
     pub fn blob(&self, name: &str) -> Result<Vec<u8>> {
         let section = self.manifest.blobs.get(name).ok_or_else(|| self.no_entry("blob", name))?;
         let known = Known { source: &*self.source, name: &self.name };
@@ -275,7 +276,7 @@ impl Reader {
         self.prepare(&[self.host(number)])?;
         let mut rest = to;
         let mut runs = slice.runs(shape).peekable();
-        // A run may be a single element: some at a time are described.
+        // A run may be a single element, so only some are described at a time.
         while runs.peek().is_some() {
             let mut wants = vec![];
             for run in runs.by_ref().take(RUNS) {
@@ -318,8 +319,8 @@ impl Reader {
         self.read_into(requests)
     }
 
-    /// Fills every want. If bytes in objects of a store do not match their checksums, they are
-    /// read once more before they count as damaged: the damage may be in transit.
+    /// Fills every want. If bytes in objects of a store do not match their checksums, they are read
+    /// once more before they count as damaged: they may have been damaged in transit.
     fn fetch_checked(
         &self,
         mut wants: Vec<Want<'_>>,
@@ -345,7 +346,7 @@ impl Reader {
         Ok(out)
     }
 
-    /// What decoding needs to know of a tensor with chunks of its own.
+    /// What decoding needs to know about a tensor with chunks of its own.
     pub(crate) fn spec<'a>(&'a self, tensor: usize, block: &'a LoadedBlock) -> TensorSpec<'a> {
         let t = &self.tensors[tensor];
         let chunk_log2 = match t.kind {
@@ -361,7 +362,7 @@ impl Reader {
         }
     }
 
-    /// As [`Reader::blocks`], of one tensor; `None`: it is in a pack.
+    /// As [`Reader::blocks`] for one tensor; `None` if it is in a pack.
     pub(crate) fn block(&self, tensor: usize) -> Result<Option<Arc<LoadedBlock>>> {
         let known = lock(&self.blocks).get(tensor);
         match known {
@@ -371,7 +372,7 @@ impl Reader {
     }
 
     /// Side data and chunk tables of tensors with chunks of their own. Adjacent ones are read
-    /// together, and cached.
+    /// together. All are cached.
     pub(crate) fn blocks(&self, tensors: &[usize]) -> Result<HashMap<usize, Arc<LoadedBlock>>> {
         let known = lock(&self.blocks);
         let mut missing: Vec<_> = tensors
@@ -382,7 +383,8 @@ impl Reader {
                 TensorKind::Packed { .. } => None,
             })
             .collect();
-        // No thread waits for another one's read, and none that waits for threads holds the lock.
+        // Reading and waiting for the pool happen without the lock: no thread waits for another
+        // one's read.
         drop(known);
         missing.sort_unstable_by_key(|m| m.0.offset);
         // Tensors of one pack ask for the same block.
@@ -449,7 +451,7 @@ impl Reader {
         Ok(LoadedBlock { side: Side::parse(side).map_err(|e| e.in_part("side data"))?, records })
     }
 
-    /// Fills `buf` from a place in an object.
+    /// Fills `buf` from an offset of an object.
     pub(crate) fn read_object(&self, number: u32, offset: u64, buf: &mut [u8]) -> Result<()> {
         let object = self.manifest.objects.get(number as usize);
         if object.is_some_and(|o| o.name.is_none()) {
@@ -469,7 +471,7 @@ impl Reader {
         Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
     }
 
-    /// Bytes of an object, where they are in memory.
+    /// Bytes of an object, if they are in memory.
     pub(crate) fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
         let object = self.manifest.objects.get(number as usize)?;
         let len = range.end.checked_sub(range.start)?;
@@ -480,7 +482,7 @@ impl Reader {
         known.filter(|bytes| bytes.len() as u64 == len)
     }
 
-    /// The frame of a chunk: where objects are in memory, a part of theirs.
+    /// The frame of a chunk: a slice of the object if that is in memory, else read.
     pub(crate) fn frame(&self, record: &ChunkRecord) -> Result<Bytes> {
         if let Some(bytes) = self.frame_in_memory(record) {
             return Ok(bytes);
@@ -490,7 +492,7 @@ impl Reader {
         Ok(bytes.into())
     }
 
-    /// The same, where nothing has to be read.
+    /// As [`Reader::frame`], if nothing has to be read.
     pub(crate) fn frame_in_memory(&self, record: &ChunkRecord) -> Option<Bytes> {
         let end = record.offset.checked_add(record.len.into())?;
         self.in_memory(record.object, record.offset..end)
@@ -515,7 +517,7 @@ impl Reader {
     }
 }
 
-/// A file, to read its sections.
+/// A file whose sections are read.
 struct Known<'a> {
     source: &'a dyn ReadAt,
     name: &'a str,

@@ -1,6 +1,7 @@
-//! What a store remembers of the tensors that it saved, so that those of its next checkpoints are planned faster: what was
-//! chosen for each, and the values that differences are estimated from. Without it plans are made from the same values, and
-//! from more of them. Nothing that is stored is read by it.
+//! What a store remembers of the tensors that it saved, so that those of its next checkpoints are
+//! planned faster: the choice for each, and the values that deltas are estimated from. Without it,
+//! the same values, and more of them, are read for planning. Reading checkpoints does not depend on
+//! it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -12,15 +13,15 @@ use s4_store::CheckpointId;
 
 use crate::parallel::lock;
 
-/// Each save compares all plans for one tensor in so many, of those that are alike for the first (`alike.rs`), and for
-/// others only where what was chosen does not hold.
+/// Each save compares all candidates for one tensor in this many (of similar tensors, for the first
+/// of them: `alike.rs`), and for others only if the earlier choice no longer holds.
 const RENEWED: u32 = 8;
 
-/// A tensor that was not saved in so many saves is not remembered: names may come and go.
+/// A tensor that was not saved for this many saves is forgotten: names may come and go.
 const FORGOTTEN: u32 = 128;
 
-/// Distances to a parent that a choice for a tensor is remembered for. What a difference takes depends on it, and the
-/// deltas of a base are of few distances, again and again.
+/// For how many distances to a parent the choices for a tensor are remembered. The size of a delta
+/// depends on the distance, and the deltas of a base have few distances, which recur.
 const DISTANCES: usize = 8;
 
 /// Values of a checkpoint's tensors, by name.
@@ -41,24 +42,24 @@ struct Known {
 /// The choice for a tensor.
 #[derive(Clone, Copy)]
 struct Chosen {
-    /// Checkpoints from the parent to it.
+    /// Checkpoints from the parent to the delta.
     distance: u32,
-    /// `None`: what was chosen before did not hold, or all ways are compared each time.
+    /// `None`: the earlier choice did not hold, or all candidates are compared each time.
     choice: Option<Choice>,
-    /// The last save that made it, or made it again.
+    /// The last save that made or confirmed it.
     save: u32,
 }
 
 /// Samples of a checkpoint, for deltas of it.
 struct SamplesOf {
     id: CheckpointId,
-    /// Since its base.
+    /// Its number since the base.
     number: u32,
     bytes: usize,
     samples: Arc<Samples>,
 }
 
-/// What planning one checkpoint recalls, and what is to be remembered of it.
+/// What is recalled for planning one checkpoint, and what will be remembered of it.
 pub(crate) struct Recall {
     memory: Arc<PlanMemory>,
     save: u32,
@@ -79,8 +80,9 @@ struct Own {
 }
 
 impl PlanMemory {
-    /// Begins a checkpoint. `parent`: what it may be a delta of, and how many checkpoints before it. `room`: bytes that
-    /// samples may take, those of others counted, if deltas of it will read it back; `None`: it is read back by none.
+    /// Begins a checkpoint. `parent`: the checkpoint that it may be a delta of, and how many
+    /// checkpoints earlier that is. `room`: bytes that all samples together may take, if deltas of
+    /// this checkpoint will read it back; `None` if none will.
     pub(crate) fn begin(
         self: &Arc<Self>,
         parent: Option<(CheckpointId, u32)>,
@@ -113,7 +115,8 @@ impl PlanMemory {
         }
     }
 
-    /// Drops the samples that no delta from number `next` since the base on can use; 0: that is a new base.
+    /// Drops the samples that no delta from number `next` since the base on can use; 0 means a new
+    /// base, which drops all.
     pub(crate) fn forget(&self, tree: &Tree, next: u32) {
         let later = |s: &SamplesOf| tree.last_child(s.number).is_some_and(|last| last >= next);
         lock(&self.0).samples.retain(|s| next > 0 && later(s));
@@ -130,7 +133,7 @@ impl PlanMemory {
 }
 
 impl Recall {
-    /// What was chosen for a tensor, if it is to be tried first.
+    /// The earlier choice for a tensor, if it should be tried first.
     pub(crate) fn choice(&self, name: &str, has_parent: bool) -> Option<Choice> {
         let turn = crc32c(name.as_bytes()).wrapping_add(self.save);
         if turn.is_multiple_of(RENEWED) {
@@ -138,17 +141,17 @@ impl Recall {
         }
         let known = lock(&self.memory.0);
         let of_tensor = known.choices[self.kind(has_parent)].get(name)?;
-        // Where nothing held at this distance, all is compared.
+        // If the choice at this distance did not hold, everything is compared.
         let given = of_tensor.iter().filter(|c| c.choice.is_some() || c.distance == self.distance);
         let nearest = given.min_by_key(|c| c.distance.abs_diff(self.distance))?;
         let choice = nearest.choice?;
-        // A nearer parent may well be worth a difference where another was not.
+        // A delta may pay with a nearer parent though it did not with a farther one.
         let is_nearer = has_parent && !choice.is_delta() && self.distance < nearest.distance;
         let same = nearest.distance == self.distance;
         (!is_nearer).then(|| if same { choice } else { choice.at_other_distance() })
     }
 
-    /// Notes what was chosen for tensors.
+    /// Notes the choices for tensors.
     pub(crate) fn note<'a>(&self, chosen: impl Iterator<Item = (&'a str, bool, Option<Choice>)>) {
         let mut known = lock(&self.memory.0);
         for (name, has_parent, choice) in chosen {
@@ -170,18 +173,19 @@ impl Recall {
         }
     }
 
-    /// Which choices are for a tensor.
+    /// Which set of choices a tensor uses.
     fn kind(&self, has_parent: bool) -> usize {
         usize::from(has_parent) + usize::from(has_parent && self.is_read_back)
     }
 
-    /// Whether deltas of the checkpoint will read it back. Weights are then told from no moments: reading them would read
-    /// and decode the moments, too, and on the processor, for each of these deltas.
+    /// Whether deltas of the checkpoint will read it back. Its weights then get no contexts from
+    /// moments: each of these deltas would have to read the moments, too, and decode them on the
+    /// CPU.
     pub(crate) fn is_read_back(&self) -> bool {
         self.is_read_back
     }
 
-    /// The sample of a tensor's parent, which has so many bytes.
+    /// The sample of a tensor's parent, if it has `bytes` bytes.
     pub(crate) fn sample(&self, name: &str, bytes: usize) -> Option<&[u8]> {
         let sample = self.parents.as_ref()?.get(name)?;
         (sample.len() == bytes).then_some(&sample[..])
@@ -203,7 +207,7 @@ impl Recall {
         }
         own.bytes += sample.len();
         drop(own);
-        // Threads copy side by side.
+        // Copied without the lock, so that threads copy in parallel.
         let copy = sample.to_vec();
         lock(&self.own).samples.insert(name.to_owned(), copy);
     }
@@ -275,7 +279,7 @@ mod tests {
         let given = |distance| (0..RENEWED).any(|_| of(distance).choice("w", true).is_some());
         note(1, Some(choice()));
         assert!(given(1) && given(2), "the nearest that there is");
-        // What did not hold there still does here.
+        // A choice that did not hold at one distance still holds at another.
         note(2, None);
         assert!(given(1) && !given(2) && given(3));
         note(2, Some(choice()));
@@ -296,7 +300,7 @@ mod tests {
         of(2).note([("w", true, Some(alone))].into_iter());
         let given = |distance| (0..RENEWED).any(|_| of(distance).choice("w", true).is_some());
         assert!(given(2) && given(3) && !given(1));
-        // Where it was of no use farther away, it may still be of some in between.
+        // The same result at a farther distance changes nothing.
         of(4).note([("w", true, Some(alone))].into_iter());
         assert!(given(2) && !given(1));
     }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use s4_format::{CodecId, DType, LayoutId, Plan, ResidualId, StreamEntry};
 use serde::Serialize;
 
-/// Totals of all streams of one plane that were coded alike.
+/// Totals of all streams of one plane that were coded the same way.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StreamTotal {
     /// Values whose plane this is.
@@ -29,8 +29,8 @@ pub struct Report {
     pub seconds: f64,
     /// BLAKE3 of the manifest, in hexadecimal: the identity of the checkpoint.
     pub digest: String,
-    /// Totals by layout, plane and codec, such as `fields/exponent/rans8`; of predicted
-    /// values with their residual before it, such as `xor/fields/exponent/rans8`.
+    /// Totals by layout, plane and codec, such as `fields/exponent/rans8`; for predicted values
+    /// with the residual in front, such as `xor/fields/exponent/rans8`.
     pub streams: BTreeMap<String, StreamTotal>,
 }
 
@@ -46,17 +46,18 @@ pub(crate) fn plane_name(layout: LayoutId, plane: usize) -> String {
     names.get(plane).map_or_else(|| format!("byte{plane}"), |n| (*n).to_owned())
 }
 
-/// Adds up streams: values and bytes of those that were coded alike.
+/// Adds up streams: values and bytes of those that were coded the same way.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     plain: Option<(u64, u64)>,
     coded: HashMap<Coded, (u64, u64)>,
 }
 
-/// What streams have in common. Chunks are counted by the thread that writes, which names would keep waiting.
+/// What the streams of one total have in common. Their names are made later, so as not to slow down
+/// the writing thread, which counts the chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Coded {
-    /// Of what is predicted.
+    /// The residual of predicted values.
     residual: Option<ResidualId>,
     layout: LayoutId,
     plane: usize,
@@ -102,7 +103,7 @@ impl Coded {
     }
 }
 
-/// Whether a codec's parameter says more than how its stream is cut.
+/// Whether a codec's parameter means more than how its stream is split.
 fn has_param(codec: CodecId) -> bool {
     matches!(codec, CodecId::RANS | CodecId::BITS)
 }
@@ -166,14 +167,14 @@ pub struct Inspection {
     pub bytes: u64,
     /// `bytes / file_bytes`.
     pub ratio: f64,
-    /// Free text of who saved it.
+    /// Free text from whoever saved it.
     pub metadata: BTreeMap<String, String>,
-    /// BLAKE3 of the manifest of the checkpoint that differences are taken from.
+    /// BLAKE3 of the parent's manifest, if it is a delta.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parent: Option<String>,
     /// Checkpoints from this one down to its base, both counted.
     pub chain: u32,
-    /// Closed bitstreams that reading needs, each with the major version of its vendor's library, such
+    /// Closed codecs that reading needs, each with the major version of its vendor's library, such
     /// as `nvcomp-ans 6`.
     pub closed_codecs: Vec<String>,
     /// The tensors.

@@ -73,13 +73,13 @@ pub(crate) mod tests {
         }
     }
 
-    /// Keeps what was planned when the first chunk came.
+    /// Records what was planned by the time the first chunk comes.
     #[derive(Clone, Default)]
     struct FirstChunk(Arc<Mutex<Option<Planned>>>);
 
     impl Sink for FirstChunk {
         fn write(&mut self, bytes: &[u8]) -> crate::Result<()> {
-            // In front of the chunks is the header, which is short.
+            // Only the header, which is short, precedes the chunks.
             if bytes.len() > 1000 {
                 self.0.lock().unwrap().get_or_insert_with(|| PLANNED.take());
             }

@@ -20,7 +20,7 @@ pub struct View<'a> {
 pub struct Slice(pub Vec<Range<u64>>);
 
 impl Slice {
-    /// Checks the slice against a shape; gives the number of elements.
+    /// Checks the slice against a shape; returns the number of elements.
     pub(crate) fn check(&self, name: &str, shape: &[u64]) -> Result<u64> {
         let fits = |(r, &d): (&Range<u64>, &u64)| r.start <= r.end && r.end <= d;
         if self.0.len() != shape.len() || !self.0.iter().zip(shape).all(fits) {
@@ -29,7 +29,7 @@ impl Slice {
                 self.0
             )));
         }
-        // Dimensions of an empty tensor may be large beyond all products.
+        // The dimensions of an empty tensor may be so large that their product overflows.
         if self.0.iter().any(|r| r.start == r.end) {
             return Ok(0);
         }

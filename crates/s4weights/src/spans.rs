@@ -72,9 +72,9 @@ impl Reader {
         Ok(parts)
     }
 
-    /// Groups jobs whose chunks lie close together in one object, of at most `most` bytes each. `joins` is
-    /// told whether a job's chunk is close to those of the span before it, and that span's last job, and
-    /// says whether it joins them.
+    /// Groups jobs whose chunks lie close together in one object into spans of at most `most`
+    /// bytes. `joins` decides whether a job joins the span before it: it is given whether the job's
+    /// chunk is close enough, that span's last job, and the job.
     pub(crate) fn spans<J>(
         &self,
         mut jobs: Vec<J>,

@@ -15,9 +15,11 @@ use crate::parallel::{pool, worth};
 use crate::reader::Reader;
 use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_name};
 
-/// Reads of an object that are on their way side by side. Together they are in memory, and in the cache if they are local.
+/// How many parts of an object are read in parallel. They are in memory together, and in the cache
+/// if they are local.
 const READS: usize = 4;
-/// Bytes of each at most, whatever requests a source asks for: an object's size is not known to be true yet.
+/// Most bytes of such a part, whatever request size a source asks for: an object's claimed size is
+/// not verified yet.
 const READ: usize = 8 << 20;
 
 impl Reader {
@@ -77,12 +79,13 @@ impl Reader {
         Ok(objects.len() as u64)
     }
 
-    /// Bytes of a read of an object that is verified.
+    /// Bytes of a part that is read at once.
     fn read_size(&self) -> usize {
         self.request_size().min(READ)
     }
 
-    /// Reads what an object has from `at` on, part by part, side by side in a pool.
+    /// Fills `into` with the bytes of an object from `at` on, in parts that a pool reads in
+    /// parallel.
     fn read_window(
         &self,
         number: u32,
@@ -193,7 +196,7 @@ impl Reader {
     }
 }
 
-/// A closed bitstream and the version of the library that reads it.
+/// A closed codec and the version of the library that reads it.
 fn closed_name(c: &ClosedCodec) -> String {
     format!("{} {}", c.codec, c.library_major)
 }

@@ -1,4 +1,4 @@
-//! Writing tensors, wherever their values are.
+//! Writing tensors, from host or device memory.
 
 use s4_engine::Values;
 #[cfg(feature = "cuda")]
@@ -22,10 +22,10 @@ pub struct TensorSource<'a> {
     pub dtype: DType,
     /// Size of each dimension, in elements.
     pub shape: &'a [u64],
-    /// The elements. Those in the memory of a device need [`crate::WriteOptions::engine`].
+    /// The elements. Values in device memory need [`crate::WriteOptions::engine`].
     pub values: Values<'a>,
-    /// Below 4. In objects, tensors of different groups lie in different objects, so that weights (0) can
-    /// be read, or kept, without the optimizer's state (1).
+    /// Below 4. A checkpoint in objects keeps tensors of different groups in different objects, so
+    /// that weights (0) can be read, or kept, without the optimizer's state (1).
     pub group: u8,
 }
 
@@ -51,23 +51,23 @@ impl<'a> TensorSource<'a> {
     }
 }
 
-/// A tensor that is registered.
+/// A tensor that is registered with the writer, and its number.
 pub(crate) struct Registered<'a> {
     pub(crate) number: usize,
     pub(crate) source: TensorSource<'a>,
 }
 
-/// What still needs values that are on devices.
+/// Work that still needs values on devices.
 pub(crate) struct Awaited {
     staged: Option<StagedFn>,
-    /// Small tensors.
+    /// Whether small tensors are still to be packed.
     small: bool,
-    /// Runs of large tensors.
+    /// Runs of large tensors that are still to be encoded.
     pub(crate) large: usize,
 }
 
 impl Awaited {
-    /// Tells the caller, once, that nothing does any more.
+    /// Calls `staged`, once, as soon as no work is left that needs values on devices.
     pub(crate) fn tell(&mut self) {
         if !self.small
             && self.large == 0
@@ -79,15 +79,15 @@ impl Awaited {
 }
 
 impl Writer {
-    /// Writes tensors; several calls may follow each other. Values on devices are encoded where they are,
-    /// to the bytes that the same values of the host become: as deltas, too, for which the parent's values
-    /// are uploaded.
+    /// Writes tensors; may be called several times. Values on devices are encoded there, to the
+    /// same bytes as the same values in host memory. This includes deltas, for which the parent's
+    /// values are uploaded.
     ///
     /// # Errors
-    /// `Argument` for a name that is empty or taken, for values that do not have the shape's size or are
-    /// on a device while there is no engine for devices, and for a group of 4 or more; `Io` if the target
-    /// fails, `Cancelled`, `Device`, and what reading the parent returns. After an error the checkpoint
-    /// cannot be finished.
+    /// `Argument` for a name that is empty or taken, for values that do not have the shape's size
+    /// or are on a device while there is no engine for devices, and for a group of 4 or more; `Io`
+    /// if the target fails, `Cancelled`, `Device`, and the errors of reading the parent. After an
+    /// error the checkpoint cannot be finished.
     pub fn write(&mut self, tensors: &[TensorSource<'_>]) -> Result<()> {
         tensors.iter().try_for_each(|t| self.check(t))?;
         let total = tensors.iter().map(|t| t.values.bytes()).sum();
@@ -124,7 +124,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Packs small tensors of the host, in their order.
+    /// Packs the small tensors that are in host memory, in order.
     fn pack_host(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
         for t in small {
             if let Values::Host(data) = t.source.values {
@@ -146,7 +146,7 @@ impl Writer {
         let mut packed = 0;
         let done = engine.fetch::<Failure>(&items, |batch| {
             for &(i, bytes) in batch {
-                // Between two that are fetched there are none but the host's.
+                // The tensors between two fetched ones are all in host memory.
                 self.pack_host(&small[packed..numbers[i]], meter)?;
                 let t = &small[numbers[i]];
                 self.pack(t.number, bytes, t.source.group)?;

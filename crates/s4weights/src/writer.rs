@@ -30,12 +30,13 @@ use crate::recall::Recall;
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;
 
-/// Plans that a manifest can number; the last ones are reserved for tensors that are no deltas.
+/// How many tensors may be deltas or copies, each of which takes a plan: a manifest numbers plans
+/// with 16 bits, and the last numbers are reserved for other tensors.
 const MAX_DELTAS: usize = 65_000;
 
-/// Tensors that one thread closes while another one starts.
+/// About how many tensors one thread closes in the time that another one takes to start.
 const TOGETHER: usize = 64;
-/// Bytes of blocks that are written at once.
+/// Bytes of tensor blocks that are collected for one write.
 const BLOCKS: usize = 1 << 20;
 
 /// What a file holds besides tensors.
@@ -49,13 +50,13 @@ pub struct Contents {
     pub metadata: BTreeMap<String, String>,
 }
 
-/// Writes one checkpoint. Dropped before [`Writer::finish`], it leaves no file behind.
+/// Writes one checkpoint. If it is dropped before [`Writer::finish`], it leaves no file behind.
 pub struct Writer {
     pub(crate) name: String,
     pub(crate) out: Output,
     pub(crate) engine: Arc<CpuEngine>,
     pub(crate) options: WriteOptions,
-    /// Closed bitstreams that the engine may use, and those that it did use.
+    /// Closed codecs that the engine may use, and those that it has used.
     pub(crate) closed: Vec<ClosedCodec>,
     pub(crate) closed_used: BTreeSet<CodecId>,
     started: Instant,
@@ -66,13 +67,13 @@ pub struct Writer {
     plans: Vec<Plan>,
     plan_numbers: HashMap<Plan, u16>,
     pub(crate) blocks: Vec<(usize, Vec<u8>)>,
-    /// Tensors that may be differences so far.
+    /// Tensors so far that may be deltas or copies, at most [`MAX_DELTAS`].
     deltas: usize,
     snapshot: HashMap<String, SnapshotTensor>,
     pub(crate) roles: Option<Arc<RoleTable>>,
-    /// What is remembered of the tensors of earlier checkpoints, by name.
+    /// What earlier saves noted about tensors, by name.
     pub(crate) recall: Option<Arc<Recall>>,
-    /// What was chosen for tensors of this one.
+    /// The choices for tensors of this checkpoint, for similar ones that follow.
     pub(crate) alike: Arc<Alike>,
     pub(crate) adopted: Adopted,
     bytes_in: u64,
@@ -84,9 +85,10 @@ pub struct Writer {
 pub struct Written {
     /// Counts and sizes.
     pub report: Report,
-    /// Hash and checksums: with the values still in memory, the parent of the next checkpoint.
+    /// Hash and checksums. Together with the values, if they are still in memory, they make the
+    /// parent of the next checkpoint.
     pub snapshot: Snapshot,
-    /// The index of a checkpoint in objects: bytes to be kept beside these, and to be passed to
+    /// The index of a checkpoint in objects: bytes to keep beside the objects, and to pass to
     /// [`crate::Reader::open_objects`]. `None` for a file.
     pub index: Option<Bytes>,
 }
@@ -95,16 +97,16 @@ impl Writer {
     /// Starts a file.
     ///
     /// # Errors
-    /// `Io` if the target cannot be written, `Argument` if an option does not fit, `Parent` if the
-    /// parent's chain is as long as is allowed, `Format` of type `Unsupported` if the preset needs a
-    /// GPU or a library that is not there.
+    /// `Io` if the target cannot be written, `Argument` if an option is invalid, `Parent` if the
+    /// parent's chain already has the maximum length, `Format` of type `Unsupported` if the preset
+    /// needs a GPU or a library that is not there.
     pub fn create(target: Target, options: WriteOptions) -> Result<Self> {
         let (name, sink) = open_sink(target, options.deadline)?;
         Self::start(name, Output::file(sink)?, options)
     }
 
-    /// Starts a checkpoint in objects. `name` is for messages. Memory holds one object for each
-    /// group of tensors, and the sink's data in flight.
+    /// Starts a checkpoint in objects. `name` is for messages. Memory holds one object per group of
+    /// tensors, and the objects that the sink has in flight.
     ///
     /// # Errors
     /// As [`Writer::create`].
@@ -114,13 +116,13 @@ impl Writer {
         objects: ObjectOptions,
         options: WriteOptions,
     ) -> Result<Self> {
-        // Enough for what a sink that releases its objects has in flight.
+        // Enough for the objects in flight of a sink that releases them.
         let buffers = LargeBuffers::new(objects.bytes.saturating_mul(4));
         let memory = ObjectMemory { buffers, ahead: 1, kept: KeptMemory::default() };
         Self::create_objects_in(name, sink, objects, options, memory)
     }
 
-    /// As [`Writer::create_objects`], in memory of the caller's.
+    /// As [`Writer::create_objects`], with the caller's memory.
     pub(crate) fn create_objects_in(
         name: &str,
         sink: Box<dyn ObjectSink>,
@@ -162,8 +164,9 @@ impl Writer {
     }
 
     /// Declares the tensors' roles and the optimizer's hyperparameters, before the first tensor is
-    /// written, so that every plan can depend on them. Rows name tensors by number, the first that is
-    /// written being 0; tensors without a row have no role. The manifest keeps the table as it is.
+    /// written, so that every plan can depend on them. Rows name tensors by number, counted from 0
+    /// in the order of writing; tensors without a row have no role. The manifest keeps the table as
+    /// it is.
     ///
     /// # Errors
     /// `Argument` if a tensor was written already.
@@ -175,7 +178,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Has tensors of devices encoded by an engine from now on, as [`WriteOptions::engine`] does.
+    /// From now on, encodes tensors on devices with `engine`, as [`WriteOptions::engine`] does.
     #[cfg(feature = "cuda")]
     pub fn set_engine(&mut self, engine: Arc<s4_engine::cuda::CudaEngine>) {
         self.options.engine = Some(engine);
@@ -186,8 +189,8 @@ impl Writer {
         self.options.ahead = ahead;
     }
 
-    /// The number of the parent's tensor that a tensor may be stored as its difference from: the
-    /// one of its name, if it has its type and shape.
+    /// The number of the parent's tensor that a tensor may be a delta of: the one of the same name,
+    /// if it has the same type and shape.
     pub(crate) fn parent_of(&mut self, name: &str, dtype: DType, shape: &[u64]) -> Option<u32> {
         let there = self.options.parent.as_ref()?.find(name)?;
         let alike = there.dtype == dtype && there.shape == shape;
@@ -196,7 +199,7 @@ impl Writer {
         Some(number)
     }
 
-    /// Whether one more tensor may be predicted from another: each takes a plan.
+    /// Whether one more tensor may be predicted from another, which takes a plan. If so, counts it.
     pub(crate) fn may_have_input(&mut self) -> bool {
         let room = self.deltas < MAX_DELTAS;
         self.deltas += usize::from(room);
@@ -208,7 +211,8 @@ impl Writer {
         needs_others(self.options.parent.as_deref(), plan)
     }
 
-    /// Closes tensors with chunks of their own, and remembers what a next checkpoint must know of them.
+    /// Closes tensors with chunks of their own, and adds to the snapshot what the next checkpoint
+    /// must know about them.
     pub(crate) fn close_tensors(&mut self, coded: Vec<(usize, Coded)>) -> Result<()> {
         let (target, parent) = (&self.name[..], self.options.parent.as_deref());
         let threads = worth(thread_count(self.options.threads), (coded.len() / TOGETHER) as u64);
@@ -233,7 +237,8 @@ impl Writer {
         self.tensors.len()
     }
 
-    /// Checks a tensor and adds it to the index; its place follows. Gives its number of values.
+    /// Checks a tensor and adds it to the tensor table; where it is stored is filled in later.
+    /// Returns its number of values.
     pub(crate) fn register(
         &mut self,
         name: &str,
@@ -306,7 +311,7 @@ impl Writer {
             moments: vec![],
         };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
-        // Packs have no names.
+        // Packs have no names to recall choices by.
         let recall = self.recall.take();
         let encoded = self.encode(&run, &mut meter)?;
         self.recall = recall;
@@ -357,7 +362,7 @@ impl Writer {
         }
     }
 
-    /// As [`Writer::finish`], with all that is known of the checkpoint.
+    /// As [`Writer::finish`], but returns all that is known of the checkpoint.
     ///
     /// # Errors
     /// `Io` if the target fails; nothing is visible then.
@@ -451,7 +456,7 @@ impl Writer {
         }
     }
 
-    /// Writes the tensors' blocks; gives the tensor table with their places, packs last.
+    /// Writes the tensor blocks; returns the tensor table with their offsets, packs last.
     fn write_blocks(&mut self) -> Result<Vec<Tensor>> {
         let packs_at = self.tensors.len();
         let mut table = std::mem::take(&mut self.tensors);
@@ -461,10 +466,10 @@ impl Writer {
             }
         }
         table.append(&mut self.packs);
-        // Most blocks are small, and cost more one by one.
+        // Most blocks are small: written one by one they would cost more.
         let (mut offset, mut together) = (self.out.offset(), vec![]);
         for (number, bytes) in std::mem::take(&mut self.blocks) {
-            // Packs count down from the largest number.
+            // Blocks of packs are numbered downwards from `usize::MAX`.
             let number = if number < packs_at { number } else { packs_at + (usize::MAX - number) };
             if let TensorKind::Chunks { block, .. } = &mut table[number].kind {
                 block.offset = offset;
@@ -488,14 +493,14 @@ impl Writer {
     }
 }
 
-/// What is known of a tensor whose chunks are written.
+/// The block of a tensor whose chunks are written, and its entry in the snapshot.
 struct Closed {
     block: (Block, Vec<u8>),
     snapshot: SnapshotTensor,
 }
 
 impl Closed {
-    /// `target`: what is written to.
+    /// `target` names the output in errors.
     fn of(
         (number, tensor): (usize, &Tensor),
         coded: &Coded,
@@ -525,7 +530,8 @@ impl Closed {
     }
 }
 
-/// Whether reading a tensor by its plan, or what it is a difference from, needs other tensors of its checkpoint.
+/// Whether decoding a tensor with this plan needs other tensors of its checkpoint, or decoding its
+/// parent's tensor needs others of the parent.
 fn needs_others(parent: Option<&dyn Parent>, plan: &Plan) -> bool {
     let above = parent.zip(plan.parent());
     plan.own_inputs().next().is_some()

@@ -1,5 +1,5 @@
-//! Work and memory of reading are bounded by the size of what is read and of the tensors that are asked
-//! for, whatever a file says.
+//! Work and memory of reading are bounded by the sizes of the file and of the requested tensors,
+//! whatever the file says.
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
@@ -33,21 +33,21 @@ fn grew(by: usize) {
     MOST.fetch_max(now, Ordering::Relaxed);
 }
 
-// SAFETY: the system's allocator, and counters beside it.
+// SAFETY: forwards to the system's allocator, and only counts besides.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grew(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the promises of `GlobalAlloc`.
         unsafe { System.alloc(layout) }
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         grew(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the promises of `GlobalAlloc`.
         unsafe { System.alloc_zeroed(layout) }
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
         NOW.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the promises of `GlobalAlloc`.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
@@ -55,15 +55,15 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Tests take turns: what is allocated is counted for the process.
+/// Tests take turns, because allocations are counted for the whole process.
 static TURN: Mutex<()> = Mutex::new(());
 
 fn turn() -> MutexGuard<'static, ()> {
     TURN.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Runs `work` on a file, which allocates at most 64 MiB and four times as much as the file and the
-/// tensors that it asks for.
+/// Runs `work` on a file. It may allocate at most 64 MiB plus four times the size of the file and
+/// of the tensors that it asks for.
 fn bounded<T>(file: &[u8], asked: usize, work: impl FnOnce(Vec<u8>) -> T) -> T {
     let before = NOW.load(Ordering::Relaxed);
     MOST.store(before, Ordering::Relaxed);
@@ -80,7 +80,7 @@ fn open(file: Vec<u8>) -> Result<Reader> {
     Reader::open(Source::Bytes(file.into()), options)
 }
 
-/// What is wrong with a file, by the first that reads it.
+/// The message of the error that must say that a file is corrupt.
 fn refused<T>(result: Result<T>) -> String {
     match result {
         Err(Error::Format { source: e @ FormatError::Corrupt { .. }, .. }) => e.to_string(),
@@ -92,7 +92,7 @@ fn refused<T>(result: Result<T>) -> String {
 #[test]
 fn chunks_in_the_same_bytes_are_refused() {
     let _turn = turn();
-    // 1 kB that would be 96 MiB.
+    // A small file that would expand to 96 MiB.
     let mut one = Constant::new("x", DType::Float64, 24 << 19, 18);
     one.overlapping = true;
     let (file, _) = Craft::new().constants(&[one]).finish();
@@ -113,7 +113,7 @@ fn chunks_of_two_tensors_in_the_same_bytes_are_refused() {
     let list = [("a", 70_000), ("b", 70_000)];
     let list = list.map(|(name, n)| Constant::new(name, DType::Int8, n, 16));
     let mut craft = Craft::new().constants(&list);
-    // The second one's table becomes that of the first.
+    // The second tensor's table becomes that of the first.
     let block = |t: &Tensor| match t.kind {
         TensorKind::Chunks { block, .. } => block,
         TensorKind::Packed { .. } => panic!("none is packed"),
@@ -134,7 +134,7 @@ fn chunks_of_two_tensors_in_the_same_bytes_are_refused() {
     refused(open(file).unwrap().snapshot());
 }
 
-/// A tensor table of many records, each of them changed.
+/// A tensor table of many records, each changed by `change`.
 fn table_of(count: u32, change: impl Fn(u32, &mut [u8]), names: usize) -> Vec<u8> {
     let tensor = |i: u32| Tensor {
         name: format!("{i:07}"),
@@ -193,7 +193,7 @@ fn names_shapes_and_blocks_in_the_same_bytes_are_refused() {
         let e = refused(bounded(&file, 0, open));
         assert!(e.contains(&format!("{what} of two tensors overlap")), "{e}");
     }
-    // Without a change it opens, within the same bounds.
+    // The unchanged file opens, within the same bounds.
     let file = with_table(table_of(count, |_, _| (), 0));
     bounded(&file, 0, |file| assert_eq!(open(file).unwrap().tensors().len(), count as usize));
 }
@@ -232,7 +232,7 @@ fn open_chain(files: &Files, file: Vec<u8>) -> Result<Reader> {
     Reader::open(Source::Bytes(file.into()), options)
 }
 
-/// A chain of checkpoints whose tensor has chunks of the given sizes, the base first; gives the last.
+/// A chain of checkpoints whose tensor has chunks of the given sizes, the base first; returns the last.
 fn chain(files: &Files, values: u64, sizes: &[u8]) -> Vec<u8> {
     let mut parent: Option<Parent> = None;
     let mut last = vec![];
@@ -272,12 +272,12 @@ fn a_chain_of_changing_chunk_sizes_is_restored_level_by_level() {
             let checked = reader.verify().unwrap();
             assert_eq!(checked.chunks, values.div_ceil(1 << sizes[sizes.len() - 1]));
         });
-        // It took hours.
+        // This once took hours.
         assert!(started.elapsed() < Duration::from_secs(60), "{sizes:?}: {:?}", started.elapsed());
     }
 }
 
-/// A chain of real values: each step changes some of those before; gives the last file and its values.
+/// A chain of realistic values, some of which each step changes; returns the last file and its values.
 fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let (engine, mut scratch) = (CpuEngine::new(Simd::detect()), Scratch::default());
     let dtype = DType::BFloat16;
@@ -328,7 +328,7 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
         if step + 1 < sizes.len() {
             let every = 40 + 14 * step;
             data.iter_mut().step_by(every).for_each(|b| *b = b.wrapping_add(1 + step as u8));
-            // A stretch of noise, which is stored as it is and needs no parent.
+            // A stretch of noise, which is stored without the parent.
             let at = (100_000 * (1 + step)) % (data.len() - 300_000);
             let noise = |i: usize| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 37) as u8;
             (at..at + 300_000).for_each(|i| data[i] = noise(i + step));
@@ -365,7 +365,7 @@ fn damage_in_a_chain_of_changing_chunk_sizes_is_found() {
     let last = chain(&files, 1 << 18, &[18, 16, 18]);
     let digests: Vec<_> = files.lock().unwrap().keys().copied().collect();
     for digest in digests {
-        // The byte that the first chunk is made of.
+        // The byte of the first chunk's constant.
         let damaged = Files::new(Mutex::new(files.lock().unwrap().clone()));
         damaged.lock().unwrap().get_mut(&digest).unwrap()[32] ^= 1;
         let last = if crc32c(&files.lock().unwrap()[&digest]) == crc32c(&last) {

@@ -1,4 +1,4 @@
-//! Copies of whole checkpoints hold everything, and a comparison finds what they lack.
+//! Copies of whole checkpoints hold everything, and a comparison finds whatever is missing.
 
 mod common;
 
@@ -128,7 +128,7 @@ fn whatever_differs_is_found() {
     assert_eq!(fewer, Some(Difference::Values("w".into())));
 }
 
-/// The same values, but not without the other file.
+/// A delta has the same values, but needs the other file.
 #[test]
 fn a_copy_stands_alone() {
     let original = Arc::new(saved(&mixed(), everything()));

@@ -1,4 +1,4 @@
-//! Checkpoints that are differences from the one before.
+//! Checkpoints that are deltas of the one before.
 
 mod common;
 
@@ -181,7 +181,7 @@ fn unchanged_tensors_cost_almost_nothing() {
     let (file, _) = write(&tensors, WriteOptions::default()).unwrap();
     let parent = Arc::new(alone(&file));
     let (same, _) = write(&tensors, against(&parent)).unwrap();
-    // 16 chunks: header, constants and a record each.
+    // 16 chunks, each with a header, constants and a record.
     assert!(same.len() < 2048 + 16 * 100, "{}", same.len());
     let reader = alone(&same);
     reader.set_parent(Arc::clone(&parent)).unwrap();
@@ -275,14 +275,14 @@ fn values_that_changed_in_memory_are_an_error_and_no_difference() {
     }
     let mut p = MemoryParent::new(Arc::clone(&snapshot), 0);
     assert!(matches!(p.own("w", data[2..].to_vec().into()), Err(Error::Argument(_))));
-    // Compressed ones are compared when they are kept.
+    // Values kept compressed are compared with the snapshot at once.
     let codec = Arc::new(TensorCodec::new(MemoryOptions::default()).unwrap());
     let mut p = MemoryParent::new(Arc::clone(&snapshot), 1 << 20);
     assert!(matches!(p.keep(&codec, "w", &data), Err(Error::Parent { .. })));
     assert!(matches!(p.keep(&codec, "w", &data[2..]), Err(Error::Argument(_))));
     assert!(matches!(p.hold("w", data[2..].to_vec().into()), Err(Error::Argument(_))));
     assert!(!p.keep(&codec, "no such tensor", &[]).unwrap());
-    // A budget is a budget.
+    // The budget is never exceeded.
     let mut p = MemoryParent::new(snapshot, 1000);
     assert!(!p.keep(&codec, "w", &before[0].data).unwrap());
     assert_eq!(p.used(), 0);
@@ -295,7 +295,7 @@ fn a_parent_that_is_missing_or_wrong_is_named_and_the_rest_can_be_read() {
     let parent = Arc::new(alone(&base));
     let mut now = before.clone();
     step(&mut now, 3);
-    // No copy of another one, which would need that one's parent.
+    // A tensor that is no copy of another one, which would need the other's parent.
     let mut new = before[2].data.clone();
     new.rotate_left(4 * 777);
     now.push(Owned::new("new", DType::Float32, &[80_200], new));
@@ -332,7 +332,7 @@ fn a_parent_that_is_missing_or_wrong_is_named_and_the_rest_can_be_read() {
     assert!(matches!(other.set_parent(parent), Err(Error::Argument(_))));
 }
 
-/// The file with a changed manifest, all hashes mended.
+/// The file with a changed manifest, and hashes that match it.
 fn forge(file: &[u8], from: &str, to: &str) -> Vec<u8> {
     use s4weights::format::file::{FOOTER_LEN, Footer};
     let footer = Footer::parse(file, file.len() as u64).expect("in a test");
@@ -391,7 +391,7 @@ fn forged_plans_are_refused() {
     for to in [two, own, region, other, String::new()] {
         assert!(matches!(read(&to), Err(Error::Format { .. })), "{to}");
     }
-    // Another depth than the parent has.
+    // A depth that does not match the parent's.
     let at = format!("\"parent\":{{\"manifest\":\"{hash}\",\"depth\":");
     for depth in [2, 63] {
         let forged = forge(&file, &format!("{at}1"), &format!("{at}{depth}"));
@@ -442,7 +442,7 @@ fn every_flip_in_a_difference_or_its_parent_is_an_error_or_the_exact_data() {
     assert!(unseen < (base.len() + file.len()) / 40, "{unseen} flips went unseen");
 }
 
-/// Passes on to a reader, and notes how much was asked for at once.
+/// Forwards to a reader, and records the most bytes that were asked for at once.
 struct Watched(Arc<Reader>, Mutex<usize>);
 
 impl Parent for Watched {
@@ -487,7 +487,7 @@ fn a_parent_is_asked_for_a_chunk_at_a_time() {
     check(&reader, &now);
 }
 
-/// The tensors of one of the files that come with the project.
+/// The tensors of a file in `testdata`.
 fn trained(name: &str) -> Vec<Owned> {
     let path = format!("{}/../../testdata/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
     let file = std::fs::read(path).expect("in a test");
@@ -508,7 +508,7 @@ fn trained(name: &str) -> Vec<Owned> {
 
 #[test]
 fn a_step_of_training_stays_as_small_as_it_was() {
-    // What was measured when this was written.
+    // Ratios measured when this test was written.
     for (name, known) in [("gpt34m_bf16", 2.363), ("gpt98m_fp32", 1.384)] {
         let before = trained(&format!("{name}_s0"));
         let now = trained(&format!("{name}_s1"));
@@ -547,7 +547,7 @@ fn ranges_that_are_not_there_are_refused() {
         for (tensor, first) in [(number, 299_001), (number, u64::MAX), (777, 0)] {
             let range = ParentRange { tensor, first, to: &mut to };
             assert!(parent.read(&mut [range]).is_err(), "{tensor} {first}");
-            // It is not there, or not in memory.
+            // The range does not exist, or is not in memory.
             assert!(!matches!(parent.in_memory(tensor, first, 1000), Ok(Some(_))));
         }
         let range = ParentRange { tensor: number, first: 299_000, to: &mut to };
@@ -556,7 +556,7 @@ fn ranges_that_are_not_there_are_refused() {
     }
     let number = own.find("w").unwrap().number;
     assert!(own.in_memory(number, 299_000, 1000).unwrap().unwrap() == &mixed()[0].data[299_000..]);
-    // Who may change them has them copied.
+    // Values that their owner may change are only handed out as copies.
     assert!(memory.in_memory(number, 299_000, 1000).unwrap().is_none());
 }
 
@@ -586,7 +586,7 @@ fn deltas_are_applied_where_their_parents_values_are() {
                 assert!(t.data == now.data, "{} of step {i}", t.name);
             }
             if i > 0 {
-                // Applied once more, to what is not the parent's values.
+                // Applied once more, to values that are no longer the parent's.
                 let mut requests: Vec<_> = (values.iter_mut())
                     .map(|t| (reader.find(&t.name).unwrap(), t.data.as_mut_slice()))
                     .collect();

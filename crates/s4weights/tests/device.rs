@@ -1,4 +1,4 @@
-//! Files of tensors in device memory: the bytes of files of host tensors, read back to either side.
+//! Files of tensors in device memory: the same bytes as from host tensors, read back to either side.
 //!
 //! Without a device these tests say so and pass; with `S4_REQUIRE_GPU=1` they fail then.
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
@@ -102,7 +102,7 @@ fn tensors_of_host_and_device_lie_in_one_file_as_those_of_the_host() {
     let (on_host, mixed) = (dir.path().join("host.s4w"), dir.path().join("mixed.s4w"));
     write_host(&on_host, &tensors, WriteOptions::default());
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
-    // Every third stays on the host: small and large ones, first and last ones among them.
+    // Every third tensor stays on the host, among them small and large, first and last ones.
     for first in 0..3 {
         let place = |i: usize| match i % 3 == first {
             true => Values::Host(&tensors[i].data),
@@ -149,7 +149,7 @@ fn damage_is_named_by_tensor_and_chunk() {
     let path = dir.path().join("x.s4w");
     write_host(&path, &tensors, WriteOptions::default());
     let mut bytes = std::fs::read(&path).unwrap();
-    // Chunks of large tensors come first: packs are closed after them.
+    // Chunks of large tensors come first; packs are written after them.
     bytes[400] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let reader = Reader::open(path.as_path().into(), Default::default()).unwrap();

@@ -1,5 +1,4 @@
-//! Tensors in device memory as differences from a parent: the files of host tensors, and chains of them
-//! read back.
+//! Tensors in device memory as deltas: the same files as from host tensors, and chains of them read back.
 //!
 //! Without a device these tests run on a driver that emulates one; with `S4_REQUIRE_GPU=1` they fail then.
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
@@ -55,7 +54,7 @@ impl Tensor {
     }
 }
 
-/// Weights, small tensors, ints whose differences are left to Zstandard, and noise.
+/// Weights, small tensors, ints whose residuals are left to Zstandard, and noise.
 fn first(slow: bool) -> Vec<Tensor> {
     let n = if slow { 140_000 } else { 4_000_000 };
     let of = |name, dtype, kind, pattern: &str, n| {
@@ -79,7 +78,7 @@ fn first(slow: bool) -> Vec<Tensor> {
     ]
 }
 
-/// A training step later. Tensor `v` changes altogether, and `fixed` not at all.
+/// The tensors a training step later. `v` and `noise` change altogether, the others in a few bits.
 fn later(before: &[Tensor], step: u64) -> Vec<Tensor> {
     let change = |t: &Tensor| {
         let mut t = t.clone();
@@ -92,7 +91,7 @@ fn later(before: &[Tensor], step: u64) -> Vec<Tensor> {
                     value.iter_mut().zip(others).for_each(|(b, other)| *b ^= other);
                 }
                 "ids" | "q" => value[0] ^= u8::from(noise.is_multiple_of(40)),
-                // By a few units in the last place, up or down: smaller as an ordered difference.
+                // A few units in the last place, up or down: smaller as an ordered difference than as an XOR.
                 "m" => {
                     let bits = u32::from_le_bytes(value.try_into().unwrap());
                     let moved = bits.wrapping_add((noise % 61) as u32).wrapping_sub(30);
@@ -129,7 +128,7 @@ fn against(parent: Arc<dyn Parent>, preset: Preset) -> WriteOptions {
     WriteOptions { parent: Some(parent), preset, ..WriteOptions::default() }
 }
 
-/// Files of training steps, each but the first as the difference from the one before.
+/// Files of training steps, each a delta of the one before.
 struct Files {
     steps: Vec<Vec<Tensor>>,
     paths: Vec<PathBuf>,
@@ -167,7 +166,7 @@ impl Files {
     }
 }
 
-/// Objects in memory, near or far.
+/// Objects in memory, read as a near or a far source.
 #[derive(Clone, Default)]
 struct Objects {
     list: Arc<std::sync::Mutex<Vec<(u32, Bytes)>>>,
@@ -224,7 +223,7 @@ fn a_file_of_differences_on_the_device_is_that_of_the_host() {
             let start = format!("parent {residual}");
             plans.iter().filter(|t| t.plan.starts_with(&start)).count()
         };
-        // Differences of each kind that the preset has, and others beside them.
+        // Deltas of each kind that the preset has, beside tensors that are none.
         let (xor, sub) = (deltas("xor"), deltas("sub"));
         match preset {
             Preset::Fast => assert!((4..plans.len() - 2).contains(&xor) && sub == 0, "{plans:?}"),
@@ -274,7 +273,7 @@ fn chains_are_read_into_device_memory() {
     let before = gpu.engine.chunks().host;
     for (step, tensors) in files.steps.iter().enumerate() {
         let to: Vec<_> = tensors.iter().map(|t| gpu.upload(&vec![0xee; t.data.len()])).collect();
-        // One tensor is wanted twice.
+        // One tensor is requested twice.
         let again = gpu.upload(&vec![0xee; tensors[0].data.len()]);
         let mut requests: Vec<_> = to.iter().map(memory).enumerate().rev().collect();
         requests.push((0, memory(&again)));
@@ -294,7 +293,7 @@ fn damage_below_a_difference_is_an_error_on_the_device_too() {
     let Some(gpu) = gpu() else { return };
     let files = Files::new(true, 3, Preset::default());
     let mut bytes = std::fs::read(&files.paths[0]).unwrap();
-    // In the first chunk of the first tensor.
+    // A byte in the first chunk of the first tensor.
     bytes[400] ^= 1;
     let bad = files.dir.path().join("bad.s4w");
     std::fs::write(&bad, bytes).unwrap();
@@ -314,7 +313,7 @@ fn damage_below_a_difference_is_an_error_on_the_device_too() {
         }
         other => panic!("{:?}", other.err()),
     }
-    // Others come back.
+    // The other tensors come back.
     last.read_into_device(&gpu.engine, &requests[1..]).unwrap();
     for (t, to) in tensors.iter().zip(&to).skip(1) {
         assert!(gpu.download(to) == t.data, "{}", t.name);
@@ -330,7 +329,7 @@ fn store(dir: &Path, parent_memory: usize) -> CheckpointStore {
     CheckpointStore::open_or_create(dir.to_str().unwrap(), &Default::default(), options).unwrap()
 }
 
-/// Called with the tensors' memory.
+/// A callback that gets the tensors' memory.
 type Told = Arc<dyn Fn(&[DeviceBuffer]) + Send + Sync>;
 
 /// Saves tensors, most of them on the device. `told` is called when they may change.
@@ -367,7 +366,7 @@ fn save_device(
 #[test]
 fn a_store_keeps_what_a_device_saved_for_the_next_difference() {
     let Some(gpu) = gpu() else { return };
-    // Values in memory, not enough of it, and none: then they are read back.
+    // The parent in memory, partly in memory, and not in memory, when it is read back.
     for parent_memory in [1 << 30, 400_000, 0] {
         let dir = tempfile::tempdir().unwrap();
         let (host, device) = (dir.path().join("host"), dir.path().join("device"));
@@ -412,7 +411,7 @@ fn tensors_may_change_once_they_are_staged() {
     let stream = gpu.stream.clone();
     let overwrite: Told = Arc::new(move |buffers| {
         for b in buffers.iter().filter(|b| b.bytes() > 0) {
-            // SAFETY: nobody uses the memory but this test.
+            // SAFETY: only this test uses the memory.
             unsafe { stream.fill(b.address(), 0x55, b.bytes()) }.unwrap();
         }
         stream.synchronize().unwrap();
@@ -438,7 +437,7 @@ fn deltas_are_applied_in_device_memory() {
         let alone = Reader::open(files.paths[step].as_path().into(), ReadOptions::default());
         let left = alone.unwrap().apply_into_device(&gpu.engine, &requests).unwrap();
         let names: Vec<_> = left.iter().map(|&i| tensors[i].name.as_str()).collect();
-        // Zstandard is for the host.
+        // Zstandard is decoded by the host only.
         assert!(names.iter().all(|name| ["ids", "q", "noise"].contains(name)), "{names:?}");
         let rest: Vec<_> = left.into_iter().map(|i| requests[i]).collect();
         let whole = files.open(&files.paths[step], step);
@@ -448,7 +447,7 @@ fn deltas_are_applied_in_device_memory() {
         }
     }
     let reader = files.open(&files.paths[3], 3);
-    // What does not hold the parent's values is left to be read.
+    // Memory that does not hold the parent's values is left to be read.
     let left = reader.apply_into_device(&gpu.engine, &requests).unwrap();
     assert!(left.contains(&0) && left.len() > 4, "{left:?}");
     let rest: Vec<_> = left.into_iter().map(|i| requests[i]).collect();

@@ -1,5 +1,5 @@
-//! Frames of device tensors that are written and uploaded from where the device sent them: the bytes of host tensors,
-//! in memory that comes back.
+//! Frames of device tensors that are written and uploaded straight from the memory that the device
+//! sent them to: the same bytes as for host tensors, in memory that is reused.
 //!
 //! Without a device these tests run on a driver that emulates one; with `S4_REQUIRE_GPU=1` they fail then.
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
@@ -30,7 +30,7 @@ fn all_tests_pass_on_an_emulated_driver() {
 }
 
 const OBJECTS: ObjectOptions = ObjectOptions { bytes: 4 << 20 };
-/// Pieces of less than 17 MiB have so much.
+/// Bytes of a piece for less than 17 MiB.
 const PIECE: u64 = (2 << 20) + (64 << 10);
 
 struct Tensor {
@@ -40,7 +40,8 @@ struct Tensor {
     group: u8,
 }
 
-/// Tensors that take more than an object of 4 MiB, in two groups, some of whose chunks the kernels leave to the CPU.
+/// Tensors in two groups that need more than one object of 4 MiB. The kernels leave some of their
+/// chunks to the CPU.
 fn tensors(step: u8) -> Vec<Tensor> {
     let mut state = 1u32;
     let mut noise = |n: usize| -> Vec<u8> {
@@ -152,7 +153,7 @@ fn objects_are_the_same_held_or_copied() {
     let expected = Kept::new(usize::MAX);
     let written = write_objects(&sources(&tensors, &host), &expected, None, 2).unwrap();
     assert!(expected.bytes().len() > 2);
-    // Nothing is held, some of it, all of it.
+    // Nothing is held, some frames are, all are.
     for (budget, threads) in [(0, 2), (PIECE, 1), (2 * PIECE, 3), (1 << 30, 1), (1 << 30, 3)] {
         let (kept, engine) = (Kept::new(usize::MAX), engine(&gpu, budget));
         let again = sources(&tensors, &device);
@@ -162,7 +163,7 @@ fn objects_are_the_same_held_or_copied() {
         let memory = engine.frame_memory();
         assert!(memory.taken <= budget && (budget == 0 || memory.taken > memory.idle));
         assert!(kept.parts() < 40, "{}: frames that follow each other are one part", kept.parts());
-        // Objects are whole as long as somebody has them, and then their memory is free.
+        // Objects stay whole while somebody holds them; then their memory is free.
         let bytes = kept.bytes();
         let objects = std::mem::take(&mut *kept.objects.lock().unwrap());
         drop(kept);
@@ -190,7 +191,7 @@ fn pieces_come_back_when_a_sink_fails() {
     }
 }
 
-/// A file that takes nothing before it is told to.
+/// A sink that blocks its first write until it is told to go on.
 struct Slow {
     go: Receiver<()>,
     started: Arc<AtomicBool>,
@@ -257,7 +258,7 @@ fn values_are_needed_no_more_before_anything_is_written() {
 #[test]
 fn saves_to_a_store_use_the_same_memory_again() {
     let Some(gpu) = gpu() else { return };
-    // Parents in memory, and parents that are read back: some of them, and all.
+    // Parents in memory, some of them in memory, and all read back.
     let mut digests = vec![];
     for (parent_memory, budget) in [
         (1 << 30, 0),
@@ -306,7 +307,7 @@ fn saves_to_a_store_use_the_same_memory_again() {
             digests.push(saved.checkpoint.about.data_len);
             assert_eq!(digests.last(), digests.get(usize::from(step)), "{parent_memory} {budget}");
         }
-        // Of a small budget, what is free depends on how fast objects are stored.
+        // With a small budget, how much is free depends on how fast objects are stored.
         if budget != 3 * PIECE {
             let any = kept.iter().any(|bytes| *bytes > 0);
             assert_eq!(any, parent_memory > 0 && budget > 0, "{parent_memory} {budget} {kept:?}");

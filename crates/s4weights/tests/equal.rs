@@ -50,7 +50,7 @@ fn check(reader: &Reader, tensors: &[Owned]) {
     reader.verify().unwrap();
 }
 
-/// A tensor and as many others with the same values, of other shapes.
+/// A tensor and `copies` others with the same values, of other shapes.
 fn equal(dtype: DType, data: &[u8], copies: usize) -> Vec<Owned> {
     let shapes: [&[u64]; 3] = [&[N as u64], &[300, 500], &[2, 3, 25_000]];
     let tensor = |i: usize| Owned::new(format!("t{i}"), dtype, shapes[i % 3], data.to_vec());
@@ -113,7 +113,7 @@ fn constant_tensors_are_no_copies() {
 
 #[test]
 fn chains_go_through_copies_both_ways() {
-    // Step 0: an average equals its weights. Step 1: it does not any more. Step 2: it does again.
+    // At step 0 an average equals its weights, at step 1 it no longer does, at step 2 it does again.
     let of = |change: u8| {
         let mut data = values(DType::Float32, "like-weights");
         data.chunks_exact_mut(4).step_by(5).for_each(|x| x[1] ^= change);

@@ -1,5 +1,5 @@
-//! The worked examples of docs/format.md are what this version writes, and the test vectors that the
-//! document points to say what this version reads.
+//! The worked examples of docs/format.md are what this version writes, and the test vectors that it
+//! points to are what this version reads.
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
 mod common;
@@ -105,7 +105,7 @@ fn the_coded_example_is_what_is_written_and_read() {
     assert!(shown == bytes, "the block should read:\n{}", dump(bytes));
     let shown = dumped(&doc, "coded chunk");
     assert!(shown == chunk, "the chunk should read:\n{}", dump(chunk));
-    // What the document says of it.
+    // What the document says about the example.
     let layout = manifest.plans[usize::from(tensors[0].plan)].layout;
     let planes = Planes::new(layout, 2, 256).unwrap();
     assert_eq!((chunk_log2, layout.name(), planes.sizes()), (17, Some("fields"), &[256, 256][..]));
@@ -145,7 +145,7 @@ fn the_store_that_the_document_shows_is_the_golden_one() {
     let doc = document("docs/store.md");
     let (_, shown) = doc.split_once("<!-- golden store -->").unwrap();
     let (shown, _) = shown.split_once("<!-- end of golden store -->").unwrap();
-    // The document breaks lines; JSON text of these objects holds no space but in strings.
+    // The document breaks lines; the JSON of these objects has spaces only in strings.
     let packed = |s: &str| s.split_whitespace().collect::<String>();
     let (mut rest, mut seen) = (shown, 0);
     while let Some((before, after)) = rest.split_once("```json\n") {

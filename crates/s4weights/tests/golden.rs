@@ -1,6 +1,6 @@
-//! Files that a GPU wrote, in `testdata/golden/gpu`: read on the CPU, which writes the same bytes.
+//! Files that a GPU wrote, in `testdata/golden/gpu`: the CPU reads them and writes the same bytes.
 //!
-//! Where there is a device it must write them again. `S4_WRITE_GOLDEN=<folder>` keeps what it writes,
+//! If there is a device, it must write them again. `S4_WRITE_GOLDEN=<folder>` keeps what it writes,
 //! to replace the files after a change of the format.
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
@@ -29,7 +29,7 @@ impl Tensor {
     }
 }
 
-/// Where the program runs elsewhere than it was built, the folder is the repository's.
+/// The folder of the build or, if the program runs on another machine, below the working folder.
 fn testdata() -> PathBuf {
     let built = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata"));
     if built.is_dir() { built.into() } else { "testdata".into() }
@@ -44,7 +44,7 @@ fn contents(file: &str) -> Vec<Tensor> {
     }
 }
 
-/// The model's tensors of a file, and, as one tensor of more than one chunk, `joined` of them.
+/// The model's tensors in a file, and those in `joined` as one tensor of several chunks.
 fn slices(file: &str, dtype: DType, joined: &[&str]) -> Vec<Tensor> {
     let bytes = std::fs::read(testdata().join(file).with_extension("safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -66,7 +66,7 @@ fn slices(file: &str, dtype: DType, joined: &[&str]) -> Vec<Tensor> {
     out
 }
 
-/// Small tensors of every dtype, and for floats larger ones whose exponents are coded: among them
+/// Small tensors of every dtype, and larger float tensors whose exponents are coded, some with
 /// symbols above 127 in a table of few symbols.
 fn patterns() -> Vec<Tensor> {
     let mut out = vec![];
@@ -98,12 +98,12 @@ fn by_cpu(path: &Path, tensors: &[Tensor]) {
     writer.finish(Default::default()).unwrap();
 }
 
-/// What the files were written by: `fast` still writes what every preset wrote then.
+/// The options that the files were written with: `fast` still writes what every preset wrote then.
 fn order_0() -> WriteOptions {
     WriteOptions { preset: Preset::Fast, ..WriteOptions::default() }
 }
 
-/// The chunks of a file: all in front of the manifest, which names the program's version.
+/// Everything in a file before the manifest, which names the program's version.
 fn chunks(file: &[u8]) -> &[u8] {
     let footer = Footer::parse(file, file.len() as u64).unwrap();
     &file[..usize::try_from(footer.offset).unwrap()]
@@ -153,7 +153,7 @@ fn a_gpu_writes_them_again() {
         writer.write(&sources.collect::<Vec<_>>()).unwrap();
         writer.finish(Default::default()).unwrap();
         let written = std::fs::read(&path).unwrap();
-        // On this machine the CPU writes the same file to the last byte.
+        // On this machine the CPU writes the same file, byte for byte.
         let cpu = dir.path().join("cpu.s4w");
         by_cpu(&cpu, &tensors);
         assert!(std::fs::read(&cpu).unwrap() == written, "{name}: not the CPU's file");

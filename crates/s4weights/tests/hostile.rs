@@ -1,4 +1,4 @@
-//! Damaged and malicious files: the data or a typed error, nothing else.
+//! Damaged and malicious files give the data or a typed error, nothing else.
 
 mod common;
 
@@ -40,7 +40,7 @@ fn every_flip_is_an_error_or_the_exact_data() {
         match read_all(&tensors, bad.clone()) {
             Ok(()) => {
                 harmless += 1;
-                // Whatever reading does not see, verifying does.
+                // Verifying sees what reading does not.
                 assert!(open(bad).unwrap().verify().is_err(), "byte {at}");
             }
             Err(Error::Format { source, .. }) => {
@@ -75,7 +75,7 @@ fn every_truncation_is_an_error() {
 fn damage_is_named_by_tensor_and_chunk() {
     let tensors = mixed();
     let file = save(&tensors, WriteOptions::default());
-    // The first tensor's chunks stand first; the second and last one is an eighth of them.
+    // The first tensor's chunks come first; the second of its two chunks is an eighth of them.
     let stored = open(file.clone()).unwrap().inspect(false).unwrap().tensors[0].stored.unwrap();
     let mut bad = file;
     bad[stored as usize - 1000] ^= 1;

@@ -1,5 +1,5 @@
-//! Files of memory file systems, which several threads write: whole, in order, and an error where
-//! there is no room.
+//! Files on memory file systems, which several threads write: they come out whole and in order, and
+//! a full file system is an error.
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 #![cfg(target_os = "linux")]
@@ -9,7 +9,7 @@ use std::process::Command;
 
 use s4weights::{DType, Error, ReadOptions, Reader, Result, TensorSource, WriteOptions, Writer};
 
-/// The folder of a small memory file system, for the program that runs in it.
+/// The folder of a small memory file system, for the program that is run on it.
 const SMALL: &str = "S4_SMALL_MEMORY_FILES";
 
 /// Bytes that no codec makes smaller.
@@ -26,7 +26,7 @@ fn save(path: &Path, threads: usize, data: &[u8]) -> Result<()> {
     let options = WriteOptions { threads: Some(threads), ..Default::default() };
     let mut writer = Writer::create(path.into(), options)?;
     let shape = [(data.len() / 4) as u64];
-    // Something small in front, so that no chunk lies at the start of a page.
+    // Something small first, so that no chunk starts at a page boundary.
     let first = noise(4000);
     writer.write(&[TensorSource::new("a", DType::Float32, &[1000], &first)])?;
     writer.write(&[TensorSource::new("w", DType::Float32, &shape, data)])?;
@@ -41,7 +41,7 @@ fn in_memory() -> Option<tempfile::TempDir> {
 #[test]
 fn files_are_the_same_however_many_threads_write() {
     let Some(dir) = in_memory() else { return };
-    // More than two pieces of those that are written at once.
+    // More than two of the pieces that are written at once.
     let data = noise(80 << 20);
     let paths: Vec<PathBuf> = [1, 4, 7].iter().map(|n| dir.path().join(n.to_string())).collect();
     for (path, threads) in paths.iter().zip([1, 4, 7]) {
@@ -54,7 +54,7 @@ fn files_are_the_same_however_many_threads_write() {
     assert!(paths.iter().all(|p| std::fs::read(p).unwrap() == first));
 }
 
-/// A mapping of a file that somebody else cuts kills the process that touches it.
+/// If somebody truncates a file that is mapped, touching the mapping kills the process.
 #[test]
 fn nobody_can_cut_a_file_that_is_being_written() {
     use std::sync::atomic::{AtomicBool, Ordering};
@@ -66,7 +66,7 @@ fn nobody_can_cut_a_file_that_is_being_written() {
             while !done.load(Ordering::Relaxed) {
                 for entry in std::fs::read_dir(dir.path()).unwrap().flatten() {
                     let file = std::fs::File::options().write(true).open(entry.path());
-                    // Published files are left alone; so is the name of an instant before that.
+                    // Leaves published files alone, and the name that a file has for an instant before.
                     if entry.file_name() != "a.s4w"
                         && let Ok(file) = file
                         && file.metadata().is_ok_and(|m| m.len() < data.len() as u64 / 2)
@@ -87,7 +87,7 @@ fn nobody_can_cut_a_file_that_is_being_written() {
     assert!(!found.into_inner(), "a file that was not complete had a name");
 }
 
-/// What is looked at on a file system of 48 MiB.
+/// The test itself, on a file system of 48 MiB.
 fn in_a_small_one(dir: &Path) {
     let data = noise(80 << 20);
     for threads in [1, 4, 7] {
@@ -99,7 +99,7 @@ fn in_a_small_one(dir: &Path) {
         };
         assert!(is_full(&full), "{threads}: {full}");
         assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0, "something is left");
-        // There is room again.
+        // Afterwards there is room again.
         save(&path, threads, &data[..8 << 20]).unwrap();
         std::fs::remove_file(path).unwrap();
     }

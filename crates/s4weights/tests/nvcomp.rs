@@ -22,7 +22,7 @@ fn options() -> WriteOptions {
 }
 
 fn read(bytes: Vec<u8>, trusted: bool) -> Reader {
-    // One thread: the first chunk is the first that an error names.
+    // One thread, so that an error names the first bad chunk.
     let options = ReadOptions { trusted, threads: Some(1), ..ReadOptions::default() };
     Reader::open(Source::Bytes(bytes.into()), options).unwrap()
 }
@@ -65,7 +65,7 @@ fn with_manifest(file: &[u8], change: impl FnOnce(&mut Manifest)) -> Vec<u8> {
     out
 }
 
-/// A file whose exponents are said to be of `codec`, and what it holds. (Its streams are none of that.)
+/// A file whose exponents are declared to be coded by `codec`, and its tensors. (No stream really is.)
 fn closed_file(codec: &ClosedCodec) -> (Vec<u8>, Vec<Owned>) {
     let tensors = mixed();
     let mut file = save(&tensors, WriteOptions::default());
@@ -101,7 +101,7 @@ fn what_needs_no_closed_codec_is_read_without_trust() {
     ));
 }
 
-/// Every dtype's patterns, in tensors of several chunks, of one, and packed.
+/// The patterns of a dtype, in tensors of several chunks, of one chunk, and packed.
 fn patterns(dtype: DType) -> Vec<Owned> {
     let mut out = vec![];
     for n in [1, 77, 5000, 140_001] {
@@ -152,7 +152,7 @@ fn weights_get_smaller_by_ans_and_gdeflate_and_trust_is_asked_for() {
         if dtype == DType::BFloat16 {
             assert!(planes[2].codecs.contains(&"gdeflate".to_owned()), "{planes:?}");
         }
-        // Without trust it is refused by name, and with another library's version too.
+        // Without trust the codec is refused by name, as is another version of the library.
         let e = read(file.clone(), false).read("w").unwrap_err();
         let text = e.to_string();
         assert!(is_unsupported(&e), "{text}");
@@ -200,7 +200,7 @@ fn damaged_files_of_the_preset_are_refused() {
     for at in [17, 40, 70, 200, 5000, 100_000] {
         let mut bad = file.clone();
         bad[at] ^= 0x10;
-        // The checksums of stored bytes and of values let none through. (A gap that differs is one.)
+        // The checksums of stored bytes and of values let no change through. (A changed gap counts, too.)
         let e = read(bad, true).verify().unwrap_err();
         let Error::Format { source, .. } = &e else { panic!("{at}: {e}") };
         let expected = [FormatError::corrupt(""), FormatError::truncated("")];
@@ -231,7 +231,7 @@ fn tree_roles_and_metadata_go_with_the_preset() {
     }
 }
 
-/// A tensor of many groups of chunks, on all threads; how fast that is is printed.
+/// A tensor of many groups of chunks, on all threads; prints the speed.
 #[test]
 fn large_tensors_come_back_at_a_measured_speed() {
     if !has_gpu() {

@@ -117,7 +117,8 @@ fn objects_are_bounded_and_groups_lie_apart() {
     assert_eq!(written.report.bytes_out, sum + index.len() as u64);
     assert_eq!(reader.verify().unwrap().hashes, list.len() as u64 + 3);
     assert_eq!(reader.inspect(true).unwrap().file_bytes, written.report.bytes_out);
-    // Without the optimizer's objects, weights can be read: chunks tell which objects those are.
+    // Weights can be read without the optimizer's objects, which are those that its tensors cannot
+    // be read without.
     let mut without = 0;
     for number in 0..list.len() as u32 {
         let bytes = objects.get(number);
@@ -173,7 +174,7 @@ fn a_difference_in_objects_is_read_through_its_parents() {
         reader.verify().unwrap();
         parent = Arc::new(reader);
     }
-    // One chunk of the newest needs the same chunk of the base only: another object may be gone.
+    // A chunk of the newest checkpoint needs only the same chunk of the base: other objects may be gone.
     #[expect(clippy::single_range_in_vec_init, reason = "a slice of one dimension is one range")]
     let first = s4weights::Slice(vec![0..1000]);
     let objects = parent.manifest().objects.len();
@@ -210,7 +211,7 @@ fn damaged_short_and_missing_objects_are_errors() {
     assert!(matches!(read_all(), Err(Error::Io { .. })));
     objects.set(0, clean);
     reader.verify().unwrap();
-    // The index alone shows what there is, and says where the rest is.
+    // The index alone lists the tensors, and reading says that the rest is in objects.
     let alone = Reader::open(Source::Bytes(index.clone()), ReadOptions::default()).unwrap();
     assert_eq!(alone.tensors().len(), tensors.len());
     assert!(alone.read("w").unwrap_err().to_string().contains("objects"));
@@ -219,7 +220,7 @@ fn damaged_short_and_missing_objects_are_errors() {
     }
 }
 
-/// Takes some objects and then no more.
+/// Takes this many objects, and then no more.
 struct Full(u32);
 
 impl ObjectSink for Full {
@@ -257,12 +258,11 @@ fn what_a_sink_refuses_and_what_does_not_fit_is_an_error() {
         Writer::create_objects("x", Box::new(Full(9)), ObjectOptions::default(), options).unwrap()
     };
     assert!(matches!(create().write(&[source.in_group(4)]), Err(Error::Argument(_))));
-    // Nothing here reads the memory of a device.
-    // SAFETY: it is not used.
+    // The writer has no engine to read device memory. SAFETY: the memory is never accessed.
     let memory = unsafe { DeviceMemory::new(0, 0, source.values.bytes(), 0) };
     let on_device = TensorSource { values: memory.into(), ..source };
     assert!(matches!(create().write(&[on_device]), Err(Error::Argument(_))));
-    // An index that nobody takes is not lost in silence; a checkpoint of nothing has one too.
+    // An index that nobody takes is an error, not lost in silence. An empty checkpoint has an index, too.
     assert!(matches!(create().finish(Contents::default()), Err(Error::Argument(_))));
     let nothing = create().complete(Contents::default()).unwrap();
     let index = nothing.index.unwrap();

@@ -1,4 +1,4 @@
-//! Tensors that are predicted: from rows and columns, from wider copies, in the order of values from a parent.
+//! Predicted tensors: from rows and columns, from wider copies, and from a parent by ordered difference.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -70,7 +70,8 @@ fn save(tensors: &[Owned], roles: Roles, options: WriteOptions) -> Vec<u8> {
     std::mem::take(&mut *memory.0.lock().unwrap())
 }
 
-/// Second moments so many steps later: rows and columns stay, and a part of what each value is besides.
+/// Second moments after this many steps: rows and columns stay, and so does part of each value's
+/// own deviation.
 fn second_later(steps: u64) -> impl Fn(u64) -> f32 {
     move |i| {
         let own = |step: u64| bell(i ^ 0x7777_0000 ^ step << 20);
@@ -113,7 +114,7 @@ fn second_moments_some_steps_later_take_a_share_of_their_parents() {
                 let expected: Vec<u8> = rows.flat_map(|row| bytes(row).to_vec()).collect();
                 assert!(part == expected);
             }
-            // The same bytes for any threads and instructions, and from a parent that is in memory.
+            // The same bytes for any number of threads and any instructions, and with a parent in memory.
             for simd in Simd::available() {
                 let options = WriteOptions { threads: Some(3), simd: Some(simd), ..options() };
                 assert!(save(&tensors, roles(), options) == file, "{simd}");
@@ -160,10 +161,10 @@ fn a_state_in_mixed_precision_is_stored_as_its_optimizer_and_little_more() {
     assert_eq!(plans[3], "rank1 magnitude fields-sign");
     assert!(small.len() * 100 < fast.len() * 88, "{} of {}", small.len(), fast.len());
     check(&reader, &tensors);
-    // Copies that no role tells are found by their shape, and no others.
+    // Copies without a role are found by their shape, and only those.
     let untold = save(&tensors, Roles::default(), preset(Preset::Balanced));
     assert!(untold.len() < small.len() + 4096, "{} of {}", untold.len(), small.len());
-    // The same bytes for any threads and instructions.
+    // The same bytes for any number of threads and any instructions.
     for threads in [1, 2, 5] {
         for simd in Simd::available() {
             let options = WriteOptions {
@@ -190,7 +191,7 @@ fn a_part_of_a_rounded_copy_is_read_without_the_rest() {
 #[test]
 fn values_that_are_no_copies_and_wrong_roles_cost_size_alone() {
     let mut tensors = state(0);
-    // One in 70 differs, where nobody looks, and one chunk differs as a whole.
+    // One value in 70 differs, where the planner does not look, and so does a whole stretch.
     for (i, x) in tensors[0].data.as_chunks_mut::<2>().0.iter_mut().enumerate() {
         if i % 70 == 3 || (200_000..203_000).contains(&i) {
             x[0] ^= 5;
@@ -238,7 +239,7 @@ fn rounded_copies_are_applied_once_what_they_copy_is_there() {
     let (before, after) = (state(0), state(3));
     let base = Arc::new(open(save(&before, all_roles(), preset(Preset::Balanced))));
     let options = WriteOptions { parent: Some(base as _), ..preset(Preset::Balanced) };
-    // Its parent is not there.
+    // The reader has no parent.
     let reader = open(save(&after, all_roles(), options));
     let plans = plans(&reader);
     assert!(plans[0].starts_with("cast") && plans[1].starts_with("parent"), "{plans:?}");
@@ -267,7 +268,7 @@ fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
         let file = save(&tensors, roles(&list), preset(Preset::Balanced));
         let base = Arc::new(open(file));
         check(&base, &tensors);
-        // Each pattern as a difference from another one.
+        // Each pattern as a delta of another one.
         let mut others = tensors.clone();
         let data: Vec<_> = tensors.iter().map(|t| t.data.clone()).collect();
         let shifted = data.iter().skip(1).chain(&data[..1]);
@@ -282,7 +283,7 @@ fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
     }
 }
 
-/// Found by the test below: of a pack, which is small, estimates know too little.
+/// Found by the test below: estimates for a pack, which is small, are inaccurate.
 #[test]
 fn a_pack_is_never_larger_than_fast_makes_it() {
     let of = |j: u64| if j.is_multiple_of(3) { 0.0 } else { second(j) };
@@ -334,7 +335,7 @@ proptest! {
         let list: Vec<_> = (0u32..).zip(&kinds).map(|(i, k)| (i, kind(*k))).collect();
         let file = save(&tensors, roles(&list), preset(Preset::Balanced));
         let fast = save(&tensors, roles(&list), preset(Preset::Fast));
-        // `balanced` is a longer word than `fast`.
+        // The manifest names the preset, and `balanced` is four letters longer than `fast`.
         prop_assert!(file.len() <= fast.len() + 4, "{} {}", file.len(), fast.len());
         check(&open(file), &tensors);
     }

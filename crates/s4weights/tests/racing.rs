@@ -1,5 +1,4 @@
-//! Values that change while they are saved: a file holds what each of them was at some time, and
-//! always loads.
+//! Values that change while they are saved: a file holds each value as it was at some time, and always loads.
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
@@ -28,7 +27,7 @@ fn while_changing(tensors: &[Racing], work: impl FnOnce()) {
     let stop = AtomicBool::new(false);
     std::thread::scope(|s| {
         s.spawn(|| churn(tensors, &stop));
-        // Also if it panics.
+        // Stops the other thread also on a panic.
         let _stop = Stop(&stop);
         work();
     });
@@ -110,7 +109,7 @@ fn compressed_tensors_decompress() {
     });
 }
 
-/// What is kept of a checkpoint is what was stored of it, or is not kept.
+/// A parent kept in memory has the values that were stored, or is not kept.
 #[test]
 fn a_parent_in_memory_is_the_checkpoint_or_refuses_at_once() {
     let tensors = tensors();

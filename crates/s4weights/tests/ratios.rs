@@ -1,5 +1,5 @@
-//! How small real checkpoints become: those of `testdata`, with their true roles. What is asked for is a little less than
-//! what is reached, so that a plan that gets worse is noticed here.
+//! How small real checkpoints become: those of `testdata`, with their true roles. The required
+//! ratios are a little below the ones reached, so that a plan that gets worse is noticed here.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -16,7 +16,7 @@ use s4weights::{
 };
 use safetensors::{Dtype, SafeTensors};
 
-/// The tensors of a checkpoint, and what each is.
+/// The tensors of a checkpoint, and their roles.
 struct State {
     tensors: Vec<Owned>,
     roles: Roles,
@@ -32,7 +32,7 @@ fn state(name: &str) -> State {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata").join(name);
     let file = std::fs::read(path.with_extension("safetensors")).unwrap();
     let (mut tensors, mut roles, mut parameters) = (vec![], vec![], vec![]);
-    // They come in any order.
+    // The file lists them in any order.
     let by_name = SafeTensors::deserialize(&file).unwrap().tensors();
     for (name, tensor) in by_name.into_iter().collect::<BTreeMap<_, _>>() {
         let dtype = match tensor.dtype() {
@@ -57,7 +57,7 @@ fn state(name: &str) -> State {
 }
 
 impl State {
-    /// With the weights in bf16, and as the optimizer keeps them.
+    /// With bf16 weights beside the optimizer's masters.
     fn in_mixed_precision(mut self) -> Self {
         let masters = self.roles.tensors.iter_mut().filter(|r| r.kind == RoleKind::Weight);
         let mut copies = vec![];
@@ -81,7 +81,7 @@ impl State {
         self
     }
 
-    /// What a preset writes, and its bytes.
+    /// The file that a preset writes, opened, and its length in bytes.
     fn save(&self, preset: Preset, parent: Option<&Arc<Reader>>) -> (Reader, usize) {
         let memory = Memory::default();
         let parent = parent.cloned();
@@ -101,7 +101,7 @@ impl State {
         (reader, bytes)
     }
 
-    /// Bytes of the values over those of the file, by a preset, which is read back.
+    /// The ratio by a preset: bytes of the values over bytes of the file, which is read back.
     fn ratio(&self, preset: Preset, parent: Option<&Arc<Reader>>) -> f64 {
         let (reader, bytes) = self.save(preset, parent);
         for tensor in &self.tensors {
@@ -112,7 +112,8 @@ impl State {
     }
 }
 
-/// By `balanced` the ratio is at least `least`, and no worse than by `fast`, but for a few bytes of the index.
+/// Checks that the ratio by `balanced` is at least `least`, and no worse than by `fast` except for
+/// a few bytes of the index.
 fn check(what: &str, state: &State, parent: Option<&State>, least: f64) {
     let by = |preset| {
         let parent = parent.map(|p| Arc::new(p.save(preset, None).0));
@@ -139,8 +140,8 @@ fn checkpoints_a_step_later() {
     check("mixed", &mixed("gpt98m_fp32_s1"), Some(&mixed("gpt98m_fp32_s0")), 1.744);
 }
 
-/// One buffer of weights and both moments, as sharding leaves it, and what ten steps might make of it: what is best for
-/// the weights is not best for the moments, and it has one plan.
+/// One buffer of weights and both moments, as sharding leaves it, and what ten steps might make of
+/// it. It has a single plan, although the best for the weights is not the best for the moments.
 #[test]
 fn a_buffer_of_weights_and_moments() {
     // Repeated until it has enough chunks to be looked at part by part.
@@ -170,7 +171,7 @@ fn a_buffer_of_weights_and_moments() {
     check("joined", &after, Some(&before), 1.35);
 }
 
-/// Where all but a few weights stay what they are, as after a step of reinforcement learning in bf16.
+/// All but a few weights stay the same, as after a step of reinforcement learning in bf16.
 #[test]
 fn sparse_changes() {
     let before = state("gpt34m_bf16_s0");

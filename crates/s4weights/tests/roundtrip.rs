@@ -113,7 +113,7 @@ fn arrays_within_a_tensor_are_read_in_part() {
     let number = reader.find("w").unwrap();
     let t = tensors.iter().find(|t| t.name == "w").unwrap();
     let item = t.dtype.size() as u64;
-    // 40 rows of 70 elements that start at element 99, of which columns 5 to 9 of rows 2 to 37.
+    // 40 rows of 70 elements from element 99 on; columns 5 to 9 of rows 2 to 37 are read.
     let view = View { offset: 99 * item, item, shape: &[40, 70] };
     let part = Slice(vec![2..37, 5..9]);
     let want: Vec<u8> = (2..37)

@@ -65,7 +65,7 @@ fn links_stay_links_and_permissions_stay() {
     assert_eq!(std::fs::metadata(&real).unwrap().permissions().mode() & 0o777, 0o640);
 }
 
-/// What overwriting a file in place would leave, as `torch.save` does.
+/// The permissions that overwriting in place would leave, as `torch.save` does.
 #[test]
 fn permissions_are_those_of_any_file() {
     use std::os::unix::fs::PermissionsExt;
@@ -115,7 +115,7 @@ fn names_may_be_as_long_as_the_file_system_allows() {
     assert_eq!(error.errno(), Some(36));
 }
 
-/// One code path: what a URL and options mean does not depend on what is kept there.
+/// URLs and options mean the same for files as for stores.
 #[test]
 fn urls_and_options_are_those_of_stores() {
     let map = |options: &[(&str, &str)]| -> StorageOptions {
@@ -150,7 +150,7 @@ fn urls_and_options_are_those_of_stores() {
     create("s3://bucket/a", &[("key", "k"), ("secret", "s"), ("region_name", "r")]).unwrap();
 }
 
-/// Presigned URLs, credentials in URLs and in endpoints: nothing of them in what a failure says.
+/// Error messages repeat nothing of presigned URLs or of credentials in URLs and endpoints.
 #[test]
 fn failures_of_requests_show_no_secrets() {
     let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -188,7 +188,7 @@ fn full_vanished_and_forbidden_targets_leave_nothing() {
         let e = fails(Path::new("/dev/full"));
         assert!(e.to_string().contains("No space left"), "{e}");
     }
-    // The folder is taken away while the file is written.
+    // The folder is removed while the file is written.
     let gone = dir.path().join("gone");
     std::fs::create_dir(&gone).unwrap();
     let writer =
@@ -228,7 +228,7 @@ fn memory_urls_live_as_long_as_the_process() {
     assert!(matches!(other, Err(Error::NotFound { .. })));
 }
 
-/// A place of an embedder's own: bytes that are there once they are whole.
+/// An embedder's own place: bytes become visible once they are complete.
 mod own {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
@@ -245,9 +245,9 @@ mod own {
     pub(super) struct Writing {
         pub(super) to: Place,
         pub(super) bytes: Vec<u8>,
-        /// More than this does not fit.
+        /// The most bytes that fit.
         pub(super) room: usize,
-        /// The one thread that may write, if not any may.
+        /// The only thread that may write; `None`: any.
         pub(super) only: Option<ThreadId>,
     }
 
@@ -318,14 +318,14 @@ fn an_embedder_brings_targets_and_sources_of_its_own() {
         assert!(bytes == expected);
         check(Source::ReadAt("slot 3".into(), Box::new(own::Reading(bytes))), &tensors);
     }
-    // What is given up, or does not fit, leaves nothing.
+    // A file that is given up or does not fit leaves nothing.
     assert_eq!(place.dropped.load(Ordering::Relaxed), 3);
     drop(Writer::create(target(usize::MAX, None), WriteOptions::default()).unwrap());
     let full = save_to(target(1 << 20, None), &tensors, WriteOptions::default()).unwrap_err();
     assert_eq!(full.cause(), Some(s4weights::Cause::DiskFull), "{full}");
     assert_eq!(place.dropped.load(Ordering::Relaxed), 5);
     assert!(place.published.lock().unwrap().is_none());
-    // Errors of a source are told as they are, with the name that it was given where there is none.
+    // A source's own errors are passed on unchanged; errors without a name get that of the source.
     let cut = Box::new(own::Reading(expected[..expected.len() - 1].to_vec()));
     let error = Reader::open(Source::ReadAt("slot 4".into(), cut), ReadOptions::default());
     assert!(error.err().unwrap().to_string().starts_with("slot 4: "));

@@ -1,4 +1,4 @@
-//! Weights whose differences are told from the moments of their optimizer.
+//! Weights whose residuals are coded with the moments of their optimizer (contexts `update`).
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -101,7 +101,7 @@ fn is_told(reader: &Reader) -> bool {
     plan(reader, "w").starts_with("parent descent bytes")
 }
 
-/// Reads every tensor by itself, all of them, a part, and checks the file.
+/// Reads every tensor separately, all together, and a part, and verifies the file.
 fn check(reader: &Reader, tensors: &[Owned]) {
     for t in tensors {
         assert!(reader.read(&t.name).unwrap() == t.data, "{}", t.name);
@@ -134,7 +134,7 @@ fn a_step_is_told_by_moments_of_any_dtypes_that_are_worth_reading() {
         ([BF16, BF16, BF16], true),
         ([BF16, F32, BF16], true),
         ([F16, F16, F32], true),
-        // Five times the weight's own bytes.
+        // With its moments, a weight takes five times its own bytes to read.
         ([BF16, F32, F32], false),
         ([F16, F32, F32], false),
     ] {
@@ -175,7 +175,7 @@ fn a_chain_is_read_from_its_base_and_applied_step_by_step() {
         check(&reader, state);
         chain.push(reader);
     }
-    // All tensors, of which none has a parent to be opened.
+    // All tensors; no parent can be opened.
     let mut values = states[0].clone();
     for (reader, state) in chain.iter().zip(&states).skip(1) {
         let numbers = state.iter().map(|t| reader.find(&t.name).unwrap());
@@ -197,7 +197,7 @@ fn chains_as_long_as_readers_allow_are_not_told_beyond() {
     let dtypes = [F32, BF16, BF16];
     let mut parent = open(save(&state(dtypes, 0), all_roles(), options(None)), None);
     for depth in 2..=MAX_UPDATES + 2 {
-        // Every other step goes back: the size of the change is known, and so is its sign.
+        // Every other step goes back, so both the size and the sign of the change are predictable.
         let mut state = state(dtypes, 1);
         state[0] = self::state(dtypes, u64::from((depth + 1) % 2)).remove(0);
         let options = WriteOptions { max_chain: Some(64), ..options(Some(&parent)) };
@@ -226,7 +226,7 @@ fn wrong_and_missing_roles_cost_size_alone() {
         ] {
             let reader = open(save(&after, wrong.clone(), options(Some(&base))), Some(&base));
             check(&reader, &after);
-            // What was a weight that moments told may be a moment now, and the other way round.
+            // A weight that was coded with moments may now be a moment, and the other way round.
             let next = open(save(&before, all_roles(), options(Some(&reader))), Some(&reader));
             check(&next, &before);
             let swapped = open(save(&after, wrong, options(Some(&next))), Some(&next));
@@ -240,7 +240,7 @@ fn moments_of_other_sizes_or_stored_elsewhere_tell_nothing() {
     let dtypes = [F32, F32, F32];
     let (before, mut after) = (state(dtypes, 0), state(dtypes, 1));
     let base = open(save(&before, all_roles(), options(None)), None);
-    // Moments in a call of their own.
+    // Moments in a separate call.
     let memory = Memory::default();
     let target = Target::Stream(Box::new(memory.clone()));
     let mut writer = Writer::create(target, options(Some(&base))).unwrap();
@@ -252,7 +252,7 @@ fn moments_of_other_sizes_or_stored_elsewhere_tell_nothing() {
     let reader = open(file, Some(&base));
     assert!(!is_told(&reader));
     check(&reader, &after);
-    // A moment with a row less.
+    // A moment with one row less.
     after[2].data.truncate((4 * (ROWS - 1) * COLS) as usize);
     after[2].shape[0] -= 1;
     let reader = open(save(&after, all_roles(), options(Some(&base))), Some(&base));
@@ -306,7 +306,7 @@ fn adversarial_weights_and_moments_come_back() {
     }
 }
 
-/// A file with another text in its manifest, and the checksums mended.
+/// The file with a changed text of its manifest, and matching checksums.
 fn with_manifest(file: &[u8], change: impl Fn(String) -> String) -> Vec<u8> {
     let Footer { offset, len, .. } = Footer::parse(file, file.len() as u64).unwrap();
     let (start, end) = (offset as usize, (offset + len) as usize);
@@ -318,7 +318,7 @@ fn with_manifest(file: &[u8], change: impl Fn(String) -> String) -> Vec<u8> {
     [&file[..start], manifest.as_bytes(), &footer.to_bytes()].concat()
 }
 
-/// What reading everything ends with.
+/// The error that reading everything ends with.
 fn refusal(file: Vec<u8>, parent: &Arc<Reader>) -> FormatError {
     let read = || {
         let reader = Reader::open(Source::Bytes(file.into()), ReadOptions::default())?;
@@ -343,7 +343,7 @@ fn moments_that_are_none_are_refused() {
             t.data.rotate_left(t.dtype.value_width() * (20 * COLS) as usize);
             Owned { name: format!("{}2", t.name), ..t }
         }));
-        // Of other values than the weights'.
+        // A tensor with another number of values than the weights.
         all.push(Owned::new("short", F32, &[20_000], all[2].data[..80_000].to_vec()));
         all
     };
@@ -361,18 +361,18 @@ fn moments_that_are_none_are_refused() {
     let inputs = |a: u32, b: u32| format!(r#"{{"tensor":{a}}},{{"tensor":{b}}}"#);
     let with = |a, b| with_manifest(&file, |m| m.replace(&inputs(1, 2), &inputs(a, b)));
     let refused = |file| refusal(file, &base);
-    // Not there, itself, each other.
+    // A moment that does not exist, the weight itself, two weights that need each other.
     assert!(matches!(refused(with(1, 99)), FormatError::Corrupt { .. }));
     assert!(matches!(refused(with(1, 0)), FormatError::Limit { .. }));
     let each_other = with_manifest(&with(1, 3), |m| m.replace(&inputs(4, 5), &inputs(4, 0)));
     assert!(matches!(refused(each_other), FormatError::Limit { .. }));
-    // Of another dtype, of other values, and one that is told from moments itself.
+    // A moment of another dtype, of another number of values, and one that is coded with moments itself.
     for (a, b) in [(2, 1), (2, 2), (1, 6), (1, 3)] {
         let e = refused(with(a, b));
         let text = e.to_string();
         assert!(matches!(e, FormatError::Corrupt { .. }) && text.contains("no moment"), "{text}");
     }
-    // The other weight's would do, but say something else: a checksum tells.
+    // The other weight's moments would fit but decode to something else: a checksum notices.
     let mut other = two(1);
     for t in &mut other[4..6] {
         t.data.rotate_left(4 * 1000);
@@ -390,7 +390,7 @@ fn moments_whose_ancestors_need_other_tensors_are_refused() {
     let first = open(first, Some(&base));
     let second = save(&state(dtypes, 2), all_roles(), options(Some(&first)));
     assert!(is_told(&first) && is_told(&open(second.clone(), Some(&first))));
-    // The second moment as a difference from the weight before, which is told from moments itself.
+    // The second moment as a delta of the parent's weight, which is coded with moments itself.
     let above = |number: u32| format!(r#"[{{"manifest":"{}","tensor":{number}}}]"#, first.digest());
     let branching = with_manifest(&second, |m| m.replace(&above(2), &above(0)));
     let e = refusal(branching, &first);

@@ -15,7 +15,7 @@ use s4_predict::Update;
 use crate::input::{Input, expand, sets};
 use crate::memory::bounded;
 
-/// The codecs that may be in a frame, and one that is not known.
+/// The codecs that may be in a frame, and an unknown one.
 const CODECS: [CodecId; 10] = [
     CodecId::RAW,
     CodecId::CONST,
@@ -29,8 +29,8 @@ const CODECS: [CodecId; 10] = [
     CodecId(250),
 ];
 
-/// A chunk as a file could hold it: a plan, side data and streams of any codecs. All sets of vector
-/// instructions give the same values, or all refuse.
+/// A chunk as a file could hold it: a plan, side data, and streams of arbitrary codecs. All sets of
+/// vector instructions give the same values, or all refuse.
 pub fn chunk(data: &[u8]) {
     let Some(sample) = Sample::read(&mut Input::new(data), &CODECS, 9000) else { return };
     bounded(sample.frame.len(), 16 * sample.parent.len(), || {
@@ -61,7 +61,7 @@ pub(crate) struct Sample {
 }
 
 impl Sample {
-    /// A chunk of fewer than `most` values; `None` for a plan that no manifest may hold.
+    /// A chunk of fewer than `most` values; `None` for a plan that a manifest must not hold.
     pub(crate) fn read(input: &mut Input<'_>, codecs: &[CodecId], most: usize) -> Option<Self> {
         let dtype = input.pick(DType::ALL);
         let mut plan = plan(input)?;
@@ -83,7 +83,7 @@ impl Sample {
         let contexts = side.get(SideKind::CONTEXTS);
         if !contexts.is_empty() && plan.is_delta() && plan.layout == LayoutId::BYTES {
             plan = Plan::update(Digest([0; 32]), 0, [1, 2]);
-            // Moments of any sizes, mostly of the right ones.
+            // Moments of various sizes, mostly of the right ones.
             let widths = Update::parse(contexts).map(|u| u.moments.map(|d| d.value_width()));
             moments = widths.unwrap_or([2, 4]).map(|w| expand(input.take(24), n * w)).into();
             if flags & 12 == 12 {
@@ -106,7 +106,7 @@ impl Sample {
         }
     }
 
-    /// Whether the chunk is sound if its values have this checksum, and what came out.
+    /// Whether the chunk is sound, given this checksum of its values, and what was decoded.
     fn decode(&self, simd: Simd, crc_raw: u32, scratch: &mut Scratch) -> (bool, Vec<u8>) {
         let Self { dtype, plan, side, chunk, .. } = self;
         let spec = TensorSpec { dtype: *dtype, shape: &self.shape, plan, side, chunk_log2: 16 };
@@ -157,7 +157,8 @@ fn plan(input: &mut Input<'_>) -> Option<Plan> {
     plan.require_open().is_ok().then_some(plan)
 }
 
-/// Side data: nothing, tables, offsets of `rank1`, contexts `update`, or several, of any bytes.
+/// Side data: nothing, tables, offsets of `rank1`, contexts `update`, or several of these, with
+/// arbitrary bytes.
 fn side(input: &mut Input<'_>, width: usize, n: usize) -> Side {
     let mut side = Side::default();
     let kinds = input.u8();
@@ -187,7 +188,8 @@ fn side(input: &mut Input<'_>, width: usize, n: usize) -> Side {
     side
 }
 
-/// A stream of a plane of `size` bytes: as long, a little shorter, or as long as the input says.
+/// A stream for a plane of `size` bytes: as long, a little shorter, or of a length that the input
+/// gives.
 fn stream(input: &mut Input<'_>, codecs: &[CodecId], size: usize) -> Stream {
     let (codec, param, how) = (input.pick(codecs), input.u8() % 13, input.u8());
     let given = usize::from(input.u16());

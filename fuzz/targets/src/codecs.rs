@@ -1,4 +1,4 @@
-//! Decoders of single streams, given any bytes.
+//! Decoders of single streams, given arbitrary bytes.
 
 use s4_codec_cpu::testing::decode;
 use s4_codec_cpu::{
@@ -13,7 +13,7 @@ use crate::memory::bounded;
 fn decode_any(codec: &dyn Codec, input: &mut Input<'_>) {
     let (param, len) = (input.u8(), input.len());
     let stream = input.rest();
-    // Two buffers at a time.
+    // Two buffers exist at a time.
     bounded(stream.len(), 2 * len, || _ = decode(codec, Context::of(param), stream, len));
 }
 

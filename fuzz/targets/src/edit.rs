@@ -1,4 +1,4 @@
-//! Changes to a file in pieces, eight bytes each, so that what the fuzzer inserts, drops and copies are
+//! Changes to a file in pieces, eight bytes each, so that the fuzzer inserts, drops and copies
 //! whole changes.
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ pub(crate) const MAX_EDITS: usize = 24;
 const MAX_NODES: usize = 3000;
 const MAX_RECORDS: usize = 20_000;
 
-/// One change: what, three small numbers and a large one.
+/// One change: its operation, three small numbers and a large one.
 #[derive(Clone, Copy)]
 pub(crate) struct Edit {
     pub(crate) op: u8,
@@ -31,13 +31,13 @@ impl Edit {
         Self { op, a, b, c, v: input.u32() }
     }
 
-    /// 24 bits, shifted: small numbers, powers of two and what is near the end of the range.
+    /// 24 bits, shifted: small numbers, powers of two, and numbers near the end of the range.
     fn number(self) -> u64 {
         let (bits, how) = (u64::from(self.v & 0xff_ffff), self.v >> 24);
         if how >= 0xf0 { u64::MAX - bits } else { bits << (how % 64) }
     }
 
-    /// Applies the change; what it names and is not there is taken modulo what is.
+    /// Applies the change; an index beyond what is there is taken modulo its number.
     pub(crate) fn apply(self, kit: &mut Kit) {
         let Self { a, b, c, v, .. } = self;
         let number = self.number();
@@ -126,12 +126,12 @@ impl Edit {
         }
     }
 
-    /// More records like one, each with another part of its name.
+    /// Repeats a record, each time with another part of its name.
     fn repeat_records(self, kit: &mut Kit, t: usize) {
         let (Some(record), Some(block)) = (kit.records.get(t), kit.blocks.get(t)) else { return };
         let (record, block) = (*record, block.clone());
         let start = u32::from_le_bytes([record[0], record[1], record[2], record[3]]);
-        // Now and then very many: what each of them costs a reader adds up.
+        // Now and then very many, since the cost of each to a reader adds up.
         let times = u32::from(self.b) << if self.c >= 0xf0 { 6 } else { 0 };
         let room = MAX_RECORDS.saturating_sub(kit.records.len());
         let copies = (1..=times).take(room).map(|i| {
@@ -152,7 +152,8 @@ impl Edit {
         }
     }
 
-    /// A node of the manifest becomes a number, a text or another node, goes away, or comes twice.
+    /// Turns a node of the manifest into a number, a text or another node, removes it, or adds to
+    /// it.
     fn edit_json(self, manifest: &mut Value) {
         let nodes = count(manifest);
         let other = usize::from(self.c) + 256 * (self.v as usize & 1);
@@ -186,7 +187,7 @@ impl Edit {
         }
     }
 
-    /// A byte, a stream's entry, a stream's length, or the form of a chunk.
+    /// Changes a byte, a stream's entry, a stream's length, or the form of a chunk.
     fn edit_frame(self, kit: &mut Kit, t: usize) {
         let Some(Some(block)) = kit.blocks.get_mut(t) else { return };
         let block = Arc::make_mut(block);
@@ -213,7 +214,7 @@ impl Edit {
                 } else {
                     chunk.frame.truncate(chunk.frame.len().saturating_sub(by));
                 }
-                // The last stream grows or shrinks alike, if that is the one.
+                // If the entry is the last stream's, that stream grows or shrinks with the frame.
                 if let Some(to) = chunk.frame.get_mut(entry..entry + 4) {
                     let old = u32::from_le_bytes([to[0], to[1], to[2], to[3]]);
                     let by = by as u32;
@@ -227,7 +228,7 @@ impl Edit {
     }
 }
 
-/// Nodes of a JSON value, itself counted.
+/// The number of nodes of a JSON value, itself included.
 fn count(value: &Value) -> usize {
     1 + match value {
         Value::Array(list) => list.iter().map(count).sum(),
@@ -236,7 +237,7 @@ fn count(value: &Value) -> usize {
     }
 }
 
-/// Node number `at`, front to back.
+/// The node at index `at`, front to back.
 fn pick<'a>(value: &'a Value, at: &mut usize) -> Option<&'a Value> {
     if *at == 0 {
         return Some(value);
@@ -249,7 +250,7 @@ fn pick<'a>(value: &'a Value, at: &mut usize) -> Option<&'a Value> {
     }
 }
 
-/// As [`pick`], to be changed.
+/// As [`pick`], but mutable.
 fn pick_mut<'a>(value: &'a mut Value, at: &mut usize) -> Option<&'a mut Value> {
     if *at == 0 {
         return Some(value);

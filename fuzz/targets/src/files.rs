@@ -1,4 +1,5 @@
-//! Whole files, and chains of them: sound ones, changed, with everything mended afterwards.
+//! Whole files and chains of files: sound ones, changed, with checksums, hashes and offsets mended
+//! afterwards.
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
@@ -24,7 +25,7 @@ const MAX_LOADED: u64 = 4 << 20;
 pub fn reader(data: &[u8]) {
     let mut input = Input::new(data);
     let bases = bases();
-    // The last one is large: it takes its share of the time.
+    // The last base is large, so it is chosen rarely.
     let small = bases.len() - 1;
     let which = input.u8();
     let mut kit = bases[if which == 0xff { small } else { usize::from(which) % small }].clone();
@@ -39,7 +40,8 @@ pub fn reader(data: &[u8]) {
     read_all(file.into(), len, options(None));
 }
 
-/// A chain of three files with up to 24 changes; each names the hash that the one before it has now.
+/// A chain of three files with up to 24 changes; each file names the current hash of the one before
+/// it.
 pub fn chain(data: &[u8]) {
     let mut input = Input::new(data);
     let chains = chains();
@@ -102,7 +104,8 @@ fn options(files: Option<Arc<HashMap<Digest, bytes::Bytes>>>) -> ReadOptions {
     options
 }
 
-/// Does all that can be done with a file, within 64 MiB and four times its size and what is loaded.
+/// Does everything that can be done with a file, within 64 MiB plus four times its size and the
+/// bytes that are loaded.
 fn read_all(file: bytes::Bytes, input: usize, options: ReadOptions) {
     let len = file.len();
     let reader = bounded(input, 0, || Reader::open(Source::Bytes(file), options));
@@ -149,7 +152,7 @@ impl Write for Memory {
     }
 }
 
-/// A tensor of one of the patterns.
+/// A tensor filled with one of the patterns.
 struct Tensor {
     name: &'static str,
     dtype: DType,
@@ -189,13 +192,13 @@ fn save(
 fn kit(file: &[u8]) -> Kit {
     let kit = Kit::parse(file);
     let Some(kit) = kit else { panic!("a sound file cannot be taken apart") };
-    // What was taken apart is put together to a sound file again.
+    // The pieces can be put together to a sound file again.
     let again = Reader::open(Source::Bytes(kit.clone().assemble().into()), options(None));
     assert!(again.is_ok(), "{:?}", again.err());
     kit
 }
 
-/// The files that are changed: packed and large tensors, every layout and form.
+/// The files to be changed: with packed and large tensors, every layout and form.
 fn bases() -> &'static [Kit] {
     static BASES: OnceLock<Vec<Kit>> = OnceLock::new();
     BASES.get_or_init(|| {
@@ -286,7 +289,7 @@ fn chain_of(mut tensors: Vec<Tensor>) -> Vec<Kit> {
     kits
 }
 
-/// The manifests of all of them.
+/// The manifests of all these files.
 pub(crate) fn manifests() -> Vec<String> {
     let chained = chains().iter().flatten();
     bases().iter().chain(chained).map(|kit| kit.manifest.to_string()).collect()

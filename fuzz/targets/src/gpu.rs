@@ -1,4 +1,4 @@
-//! The CUDA kernels that decode, run on the CPU by an emulator, against the CPU's engine.
+//! The CUDA decoding kernels, run on the CPU by an emulator, against the CPU's engine.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -14,7 +14,7 @@ use s4_format::{CodecId, LayoutId, StreamEntry};
 use crate::chunk::Sample;
 use crate::input::Input;
 
-/// The codecs that the kernels decode, and two that they leave to the CPU.
+/// The codecs that the kernels decode, and two that the kernels leave to the CPU.
 const CODECS: [CodecId; 7] = [
     CodecId::RANS,
     CodecId::RAW,
@@ -76,13 +76,13 @@ struct Job {
 }
 const _: () = assert!(size_of::<Job>() == 320);
 
-/// A chunk of any bytes: the kernels decode it as the CPU does, or refuse it as the CPU does, or leave it
-/// to the CPU.
+/// A chunk of arbitrary bytes: the kernels decode it as the CPU does, refuse it as the CPU does, or
+/// leave it to the CPU.
 pub fn gpu(data: &[u8]) {
     let Some(sample) = Sample::read(&mut Input::new(data), &CODECS, 2100) else { return };
     let width = sample.dtype.value_width();
     let n = sample.parent.len() / width;
-    // The CPU does what kernels lack.
+    // The CPU decodes what the kernels do not support.
     if n == 0 || sample.plan.layout == LayoutId::TOKEN || sample.plan.moments().is_some() {
         return;
     }
@@ -96,7 +96,7 @@ pub fn gpu(data: &[u8]) {
             *to = Stream { offset: offset as u32, len, codec: codec.0, param, reserved: 0 };
         }
     }
-    // A host hands over tables that it has parsed, or has the CPU say what is wrong with them.
+    // A host hands over tables that it has parsed, or lets the CPU report what is wrong with them.
     let Some(tables) = tables(&sample, &streams) else { return };
     let (crc, sound, expected) = sample.decode_mended(&mut Scratch::default());
     let record = sample.record(crc);
@@ -116,7 +116,7 @@ pub fn gpu(data: &[u8]) {
             scratch: std::ptr::null_mut(),
             first: 0,
             cols: 0,
-            // The callee finds all of them behind the first one.
+            // The callee finds all tables behind the first one.
             tables: [Tables { at: tables.as_ptr(), count: 1, reserved: 0 }; MAX_PLANES],
             frame_len: sample.frame.len() as u32,
             n: n as u32,
@@ -179,7 +179,7 @@ fn build(folder: &Path) -> PathBuf {
     build.args(["-Wno-unknown-pragmas", "-Wno-parentheses", "-I"]);
     build.arg(here.join("../../crates/s4-codec-gpu/kernels")).arg(here.join("src/gpu.cpp"));
     build.args(std::env::var("S4_FUZZ_CXXFLAGS").unwrap_or_default().split_whitespace());
-    // A sanitizer that this process was given is not the compiler's.
+    // A sanitizer that was preloaded into this process is not meant for the compiler.
     let output = build.arg("-o").arg(&library).env_remove("LD_PRELOAD").output();
     let Ok(output) = output else { panic!("a C++ compiler (g++, or what $CXX names)") };
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -1,4 +1,4 @@
-//! Bytes of the fuzzer as choices. An input that ends early goes on in zeros.
+//! The fuzzer's bytes, read as choices. After its end, an input continues with zeros.
 
 use s4_planes::Simd;
 
@@ -70,7 +70,8 @@ impl<'a> Input<'a> {
     }
 }
 
-/// `len` bytes made of `seed`: repeated, and changed a little by the noise that its first byte asks for.
+/// `len` bytes made from `seed`: its bytes after the first, repeated, with as much noise as its
+/// first byte asks for.
 pub(crate) fn expand(seed: &[u8], len: usize) -> Vec<u8> {
     let (&how, pattern) = seed.split_first().unwrap_or((&0, &[]));
     let pattern = if pattern.is_empty() { &[0][..] } else { pattern };

@@ -1,5 +1,5 @@
-//! A `.s4w` file in pieces: taken apart, changed, and put together again with every checksum, hash and
-//! offset as it must be.
+//! A `.s4w` file in pieces: taken apart, changed, and put together again with correct checksums,
+//! hashes and offsets.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use s4_format::index::{RECORD_LEN, TABLE_HEADER_LEN, TensorKind, chunk_count, pa
 use s4_format::{ChunkRecord, DType, Digest, Manifest, StreamEntry, crc32c};
 use serde_json::{Value, json};
 
-/// Most chunks of a tensor that is put together.
+/// Most chunks of a tensor in an assembled file.
 const MAX_CHUNKS: u64 = 512;
 
-/// A chunk: its record's fields, and the bytes that it names.
+/// A chunk: fields of its record, and the bytes that the record names.
 #[derive(Clone)]
 pub(crate) struct Chunk {
     pub(crate) frame: Vec<u8>,
@@ -26,12 +26,12 @@ pub(crate) struct Block {
     pub(crate) chunks: Vec<Chunk>,
 }
 
-/// A number that is written over what is put together.
+/// A number that is written over a part of the assembled file.
 #[derive(Clone, Copy)]
 pub(crate) enum Patch {
     /// Field 0 to 4 of a chunk's record: offset, object, length, both checksums.
     Chunk { tensor: usize, chunk: usize, field: u8, value: u64 },
-    /// Bytes of the tensor table, from a place in it.
+    /// Bytes of the tensor table, at an offset in it.
     Table { at: usize, len: usize, value: u64 },
     /// Footer field 0 to 1: where the manifest is, and its length.
     Footer { field: u8, value: u64 },
@@ -45,23 +45,25 @@ pub(crate) struct Kit {
     pub(crate) records: Vec<[u8; RECORD_LEN]>,
     pub(crate) dims: Vec<u64>,
     pub(crate) names: Vec<u8>,
-    /// Of each record, if it has chunks of its own. Records that were repeated share theirs: thousands of
-    /// copies would take gigabytes.
+    /// The block of each record that has chunks of its own. Repeated records share one: thousands
+    /// of copies would take gigabytes.
     pub(crate) blocks: Vec<Option<Arc<Block>>>,
     pub(crate) blobs: Vec<(String, Vec<u8>)>,
     pub(crate) patches: Vec<Patch>,
-    /// Whether chunks of a tensor that grew lie where its own are, instead of being copies.
+    /// Whether the further chunks of a tensor that grew name the bytes of its own chunks, instead
+    /// of copies.
     pub(crate) share: bool,
-    /// The manifest's hash before any change, as text.
+    /// The manifest's hash before any change, in hex.
     pub(crate) origin: String,
 }
 
-/// Bytes of chunks after which further ones share their places, so that inputs stay small.
+/// After this many bytes of chunks, further chunks share the bytes of earlier ones, so that inputs
+/// stay small.
 const MAX_DATA: usize = 1 << 20;
-/// Bytes of chunk tables and side data after which further tensors keep the block that they named before,
-/// for the same reason.
+/// After this many bytes of chunk tables and side data, further tensors keep the block that they
+/// named before, for the same reason.
 const MAX_BLOCKS: usize = 1 << 20;
-/// Bytes of all chunks after which no further tensor gets some of its own.
+/// After this many bytes of all chunks, no further tensor gets chunks of its own.
 const MAX_FILE: usize = 4 << 20;
 
 impl Kit {
@@ -110,7 +112,7 @@ impl Kit {
         })
     }
 
-    /// Chunks that the table says tensor `t` has.
+    /// How many chunks tensor `t` has according to the table.
     fn wanted_chunks(&self, t: usize) -> Option<usize> {
         let record = &self.records[t];
         let dtype = DType::from_code(record[6]).ok()?;
@@ -139,7 +141,7 @@ impl Kit {
                 continue;
             };
             let count = block.chunks.len();
-            // A tensor that grew has its chunks again and again.
+            // A tensor that grew repeats its chunks.
             let wanted = if count == 0 { None } else { self.wanted_chunks(t) };
             let made = self.place_chunks(t, block, wanted.unwrap_or(count), &mut out);
             room = room.saturating_sub(made.len());
@@ -250,7 +252,7 @@ impl Kit {
     }
 }
 
-/// The manifest's hash of a file that was put together.
+/// The manifest's hash of an assembled file.
 pub(crate) fn digest(file: &[u8]) -> Option<Digest> {
     let bytes = file.get(file.len().checked_sub(FOOTER_LEN)?..)?;
     Some(Digest(bytes[16..48].try_into().ok()?))

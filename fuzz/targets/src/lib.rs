@@ -1,13 +1,13 @@
 //! What the fuzz targets do with their input.
 //!
-//! A target is a function of bytes that panics if something is wrong: a decoder that panics, takes more
-//! memory than its input allows, or gives other values than another decoder of the same bytes. The
-//! programs in `fuzz/fuzz_targets` hand them to libFuzzer; the test `replay` runs the kept inputs
-//! (`fuzz/seeds`, `fuzz/regressions`) through the same functions without it.
+//! A target is a function of bytes that panics if something is wrong: a decoder that panics, takes
+//! more memory than its input allows, or gives other values than another decoder of the same bytes.
+//! The programs in `fuzz/fuzz_targets` hand the targets to libFuzzer; the test `replay` runs the
+//! kept inputs (`fuzz/seeds`, `fuzz/regressions`) through the same functions without it.
 //!
-//! Targets that read whole files or stores take a list of changes to a sound one and mend every
-//! checksum, hash and offset afterwards: what they try is what parsers make of wrong content, not
-//! whether a checksum notices.
+//! Targets that read whole files or stores take a list of changes to a sound one, and mend every
+//! checksum, hash and offset afterwards: they test what parsers do with wrong content, not whether
+//! a checksum notices.
 
 mod chunk;
 mod codecs;

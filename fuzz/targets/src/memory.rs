@@ -7,11 +7,11 @@ use std::sync::{Mutex, MutexGuard};
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// What reading may take beside four times its input and what was asked for.
+/// What reading may take besides four times its input and the bytes that were asked for.
 const ALLOWANCE: usize = 64 << 20;
 
-/// The system's allocator, counting. A program that runs targets makes it its global allocator; in one
-/// that does not, nothing is bounded.
+/// The system's allocator, with counting. A program that runs targets makes it its global
+/// allocator; in a program that does not, nothing is bounded.
 #[derive(Debug)]
 pub struct Counting;
 
@@ -48,7 +48,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Runs `work` on `input` bytes, `asked` bytes of values being asked for.
+/// Runs `work` on `input` bytes, with `asked` bytes of values asked for.
 ///
 /// # Panics
 /// If more was allocated at any time than 64 MiB, four times the input, and what was asked for.
@@ -59,7 +59,7 @@ pub(crate) fn bounded<T>(input: usize, asked: usize, work: impl FnOnce() -> T) -
     out
 }
 
-/// As [`bounded`], of work that waits.
+/// As [`bounded`], for asynchronous work.
 pub(crate) async fn bounded_async<T>(input: usize, work: impl Future<Output = T>) -> T {
     let watch = Watch::start(input, 0);
     let out = work.await;
@@ -67,7 +67,8 @@ pub(crate) async fn bounded_async<T>(input: usize, work: impl Future<Output = T>
     out
 }
 
-/// A time during which allocations are counted. One at a time: the counts are of the whole process.
+/// A period during which allocations are counted. One at a time: the counts are of the whole
+/// process.
 struct Watch {
     before: usize,
     input: usize,

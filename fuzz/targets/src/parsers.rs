@@ -9,12 +9,12 @@ use s4_predict::rank1::Offsets;
 use crate::input::Input;
 use crate::memory::bounded;
 
-/// Where the sections of a file that is parsed end.
+/// Where the sections of the parsed file end.
 const END: u64 = 1 << 20;
 
-/// A manifest; one that is read is written to the same one.
+/// A manifest: if it can be read, it is the same again after writing and reading.
 pub fn manifest(data: &[u8]) {
-    // JSON that is parsed takes a multiple of its text.
+    // Parsed JSON takes a multiple of the memory of its text.
     let parsed = bounded(data.len(), 64 * data.len(), || Manifest::parse_closed(data, END));
     let Ok(parsed) = parsed else { return };
     let Ok(text) = parsed.to_json() else { return };
@@ -67,7 +67,7 @@ fn parse_part(part: usize, n: u8, bytes: &[u8]) {
             let Ok(offsets) = Offsets::parse(width, bytes) else { return };
             let last = offsets.values().saturating_sub(4);
             let mut out = vec![0; 3 * width.bytes()];
-            // With a share, of a parent of as many bytes, and of none.
+            // With a share, predict once from a parent of as many bytes, and once from none.
             let parent = if offsets.share() == 0 { vec![] } else { out.to_vec() };
             let _ = offsets.predict_range(Kernels::default(), last, &parent, &mut out);
             let _ = offsets.predict_range(Kernels::default(), last, &[], &mut out);

@@ -1,4 +1,4 @@
-//! The kernels on values, in every set of vector instructions.
+//! The kernels on values, for every set of vector instructions.
 
 use s4_format::crc32c;
 use s4_planes::{Kernels, Simd, Width, token_bound};
@@ -7,7 +7,7 @@ use crate::input::{Input, expand, sets};
 
 const WIDTHS: [Width; 4] = [Width::B1, Width::B2, Width::B4, Width::B8];
 
-/// One operation: all kernels give what plain Rust gives, and what is split merges to what it was.
+/// One operation: all kernels give what plain Rust gives, and merging restores what was split.
 pub fn planes(data: &[u8]) {
     let mut input = Input::new(data);
     let op = input.below(9);
@@ -74,7 +74,7 @@ fn fields_sign(k: Kernels, w: Width, values: &[u8]) -> Vec<u8> {
     let mut back = vec![0xa5; values.len()];
     k.merge_fields_sign(w, s, e, a, b, &mut back);
     assert!(back == values);
-    // Bits that no split leaves are ignored alike.
+    // Bits that no split sets are ignored by all kernels.
     a.iter_mut().for_each(|a| *a |= 0x80);
     k.merge_fields_sign(w, s, e, a, b, &mut back);
     assert!(back == values);
@@ -100,14 +100,14 @@ fn pair(values: &[u8], there: impl Fn(&mut [u8]), back: impl Fn(&mut [u8])) -> V
     out
 }
 
-/// Splits values into tokens, and merges tokens and bits that may be wrong.
+/// Splits values into tokens, and merges tokens and bits that may be changed.
 fn token(k: Kernels, w: Width, values: &[u8], wrong: &[u8], n: usize) -> Vec<u8> {
     let (mut tokens, mut bits) = (vec![0; n], vec![0; token_bound(w, n)]);
     let used = k.split_token(w, values, &mut tokens, &mut bits);
     let mut out = vec![0xa5; values.len()];
     assert_eq!(k.merge_token(w, &tokens, &bits[..used], &mut out), Ok(()));
     assert!(out == values);
-    // A few tokens are changed, and the number of bits.
+    // Change a few tokens, and the number of bits.
     for change in wrong.chunks_exact(3) {
         let at = usize::from(u16::from_le_bytes([change[0], change[1]]));
         if let Some(token) = tokens.get_mut(at) {

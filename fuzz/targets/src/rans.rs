@@ -10,7 +10,8 @@ use crate::memory::bounded;
 /// Most contexts of a stream.
 const CONTEXTS: usize = 16;
 
-/// Decodes any bytes: all kernels give the same symbols and the same carried bytes, or all refuse.
+/// Decodes arbitrary bytes: all kernels give the same symbols and the same carried bytes, or all
+/// refuse.
 pub fn rans(data: &[u8]) {
     let mut input = Input::new(data);
     let (param, flags, len) = (input.pick(&[8, 12]), input.u8(), input.len());
@@ -34,8 +35,8 @@ pub fn rans(data: &[u8]) {
     }
 }
 
-/// Encodes any symbols with any tables: all kernels write the same bytes, and those are decoded to the
-/// symbols.
+/// Encodes arbitrary symbols with arbitrary tables: all kernels write the same bytes, which decode
+/// to the symbols.
 pub fn rans_encode(data: &[u8]) {
     let mut input = Input::new(data);
     let (flags, len) = (input.u8(), input.len());

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 
 use crate::memory::bounded;
 
-/// A file of these bytes after a sound length of its header, or with the length that it names.
+/// A file of these bytes, either behind the correct length of its header, or with the length that
+/// the bytes themselves give.
 pub fn safetensors(data: &[u8]) {
     let Some((&how, rest)) = data.split_first() else { return };
     let file = match how & 1 {
@@ -24,7 +25,7 @@ pub fn safetensors(data: &[u8]) {
         let paths = [from, to].map(|p| p.clone().into_os_string());
         s4_cli::run(words.into_iter().chain(paths))
     };
-    // JSON that is parsed takes a multiple of its text.
+    // Parsed JSON takes a multiple of the memory of its text.
     let asked = 64 * file.len();
     if bounded(file.len(), asked, || command("compress", input, output)) == 0 {
         let code = bounded(file.len(), asked, || command("decompress", output, back));
@@ -35,7 +36,7 @@ pub fn safetensors(data: &[u8]) {
     }
 }
 
-/// A file of this process, in memory where the machine has such a place.
+/// A file of this process, in memory if the machine has such a place.
 fn place(name: &str) -> PathBuf {
     let memory = PathBuf::from("/dev/shm");
     let folder = if memory.is_dir() { memory } else { std::env::temp_dir() };

@@ -19,7 +19,7 @@ pub fn all() -> Vec<Seed> {
     streams(&mut out);
     parts(&mut out);
     texts(&mut out);
-    // Lists of choices: a few of each kind of choice.
+    // Inputs that are lists of choices: a few of each kind of choice.
     for (target, width, most) in [
         ("chain", 8, 20u8),
         ("reader", 8, 20),
@@ -44,7 +44,7 @@ pub fn all() -> Vec<Seed> {
     out
 }
 
-/// Streams of every codec, behind parameter and length.
+/// Streams of every codec, after their parameter and length.
 fn streams(out: &mut Vec<Seed>) {
     let planes = [
         vec![],

@@ -1,4 +1,5 @@
-//! Stores whose log, view, manifests and `repo.json` hold anything, with sound seals and hashes.
+//! Stores whose log, view, manifests and `repo.json` hold arbitrary content, with sound seals and
+//! hashes.
 
 use std::sync::Arc;
 
@@ -19,7 +20,7 @@ const MAX_ENTRIES: usize = 96;
 
 const REPO: &str = "00000000-0000-7000-8000-00000000ffff";
 
-/// A log of up to 96 operations, some of which break rules, replayed; then writers go on.
+/// A log of up to 96 operations, some of which break rules, is replayed; then writers go on.
 pub fn store_log(data: &[u8]) {
     let mut input = Input::new(data);
     let mut log = Log::default();
@@ -33,8 +34,8 @@ pub fn store_log(data: &[u8]) {
     });
 }
 
-/// One document of a store, its JSON any bytes under a sound seal: `repo.json`, a log entry, the view, a
-/// manifest; or a view of any checkpoints.
+/// One document of a store, with arbitrary bytes as its JSON under a sound seal: `repo.json`, a log
+/// entry, the view or a manifest; or a view of arbitrary checkpoints.
 pub fn store_views(data: &[u8]) {
     let mut input = Input::new(data);
     let kind = input.below(5);
@@ -97,7 +98,7 @@ async fn exercise(objects: &Arc<InMemory>, len: usize) {
     let _ = store.log(1).await;
     let check = CheckOptions { read_data: true, ..CheckOptions::default() };
     let _ = bounded_async(input, store.check(&check, None)).await;
-    // Writers: a delta of each id that was ever named, then what retires and pins.
+    // Writers: deltas of ids that may have been named, then retiring and pinning.
     for k in 0..4 {
         let parent = Reference { id: parse(id(k)), manifest_blake3: Digest::of(&[k]) };
         let about = About { step: 7, parent: Some(parent), ..About::default() };
@@ -110,7 +111,7 @@ async fn exercise(objects: &Arc<InMemory>, len: usize) {
         let _ = store.unpin(*first).await;
     }
     let _ = store.retire(&ids, "all").await;
-    // What a second handle sees is what the first one knows.
+    // A second handle sees what the first one knows.
     let Ok(again) = Store::open(&place, quick_options()).await else { return };
     if let (Ok(one), Ok(other)) = (store.state().await, again.state().await) {
         assert_eq!(one.head(), other.head());
@@ -137,7 +138,7 @@ async fn put(objects: &Arc<InMemory>, key: &str, bytes: Bytes) {
     assert!(put.is_ok());
 }
 
-/// `{...}` and its hash below it.
+/// `{...}` with its hash on the line below.
 fn seal(body: &[u8]) -> Bytes {
     let tail = format!("\n\"blake3:{}\"\n", Digest::of(body));
     [body, tail.as_bytes()].concat().into()
@@ -153,7 +154,7 @@ fn repo() -> Bytes {
     seal(repo.to_string().as_bytes())
 }
 
-/// The id of small number.
+/// The id of a small number.
 fn id(k: u8) -> String {
     format!("00000000-0000-7000-8000-0000000000{k:02x}")
 }
@@ -197,7 +198,7 @@ impl Log {
         self.entries.push(seal(entry.to_string().as_bytes()));
     }
 
-    /// A checkpoint that is named with the hash that it has, or another.
+    /// A reference to a checkpoint, with the hash that it has or another one.
     fn reference(input: &mut Input<'_>) -> Value {
         let [k, wrong] = input.array();
         let k = k % 16;
@@ -213,7 +214,7 @@ impl Log {
         match kind % 12 {
             0..=5 => {
                 let parent = if kind % 12 > 0 { Self::reference(input) } else { Value::Null };
-                // Its manifest's hash is that of its number, so that references fit.
+                // Its manifest's hash is the hash of its number, so that references fit.
                 let mut publish = publish(k, parent, &[k]);
                 if kind & 0x10 != 0 {
                     publish["replaces"] = Self::reference(input);
@@ -249,7 +250,7 @@ impl Log {
         }
     }
 
-    /// A view of this log's end, of any checkpoints.
+    /// A view of this log's end, with arbitrary checkpoints.
     fn view(&self, input: &mut Input<'_>) -> Value {
         let (mut live, mut dead) = (vec![], vec![]);
         for _ in 0..input.below(12) {

@@ -1,4 +1,4 @@
-//! Every kept input through its target, as libFuzzer would hand it over.
+//! Runs every kept input through its target, as libFuzzer would.
 
 #![expect(clippy::unwrap_used, reason = "a test; its helpers are no `#[test]` of their own")]
 
@@ -11,7 +11,7 @@ use s4_fuzz_targets::memory::Counting;
 #[global_allocator]
 static MEMORY: Counting = Counting;
 
-/// What one input may take on a slow machine, in a build that is not optimised.
+/// How long one input may take on a slow machine, in a build that is not optimised.
 const LONGEST: Duration = Duration::from_secs(20);
 
 fn folder(kind: &str) -> PathBuf {
@@ -36,7 +36,7 @@ fn kept_inputs_do_no_harm() {
         all.extend(inputs("regressions", target));
         assert!(!all.is_empty(), "target {target} has no inputs");
         for (name, bytes) in all {
-            // A panic does not say which input it was.
+            // Printed first, since a panic does not say which input it was.
             println!("{name}");
             let started = Instant::now();
             run(&bytes);

@@ -20,9 +20,9 @@ use crate::values;
 const SIDE_BY_SIDE: usize = 3;
 /// The longest that a creation may take.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// Requests of a creation, about: where a single fault may hit.
+/// About how many requests a creation makes: where a single fault may hit.
 const REQUESTS: u64 = 200;
-/// Requests that look what is there, and try whether conditions hold at all.
+/// The first requests, which look for a store and probe whether conditions are honoured.
 const FIRST: u64 = 6;
 /// Creators at once, in every tenth try.
 const CREATORS: usize = 3;
@@ -109,7 +109,8 @@ fn create(scene: &Scene, proxy: &Proxy, number: usize, tally: &Mutex<Tally>) -> 
     Ok(())
 }
 
-/// Several processes find no store at once. Those that get one get the same one; gives one of them.
+/// Several creators find no store at the same time. Those that get one must get the same; returns
+/// one of them.
 fn several(target: &Target) -> (Result<Store, Error>, Vec<String>) {
     let mut opened: Vec<_> = std::thread::scope(|s| {
         let running: Vec<_> =

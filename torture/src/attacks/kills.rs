@@ -14,7 +14,7 @@ const KILLS: usize = 25;
 /// Time for a process to open its store.
 const OPENING: Duration = Duration::from_secs(120);
 
-/// Half of the kills in folders, half on the servers.
+/// Does half of the kills in folders, half on the servers.
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     let mut lanes = vec![("folder".to_owned(), None, plan.rounds)];
     if !plan.servers.is_empty() {

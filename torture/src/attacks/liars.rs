@@ -13,17 +13,18 @@ use crate::proxy::{Behaviour, Condition, Proxy};
 
 /// The longest time in seconds that writers use a store which should not exist.
 const STORM: u64 = 8;
-/// How long two writers try to use a store for one at once: a lease is renewed meanwhile.
+/// How long two writers try at once to use a store for one writer: long enough for a lease to be renewed.
 const OVERLAP: Duration = Duration::from_secs(25);
 /// Time in which the lease of a killed writer must expire.
 const TAKEOVER: Duration = Duration::from_secs(120);
-/// A server that pauses this long between check and write must be found out.
+/// A server that pauses at least this long between check and write must be detected.
 const PLAIN: Duration = Duration::from_millis(10);
 
 /// A lie, and its name.
 struct Lie {
     name: String,
-    /// The server, and what a proxy makes of it; nothing for a server that lies by itself.
+    /// The address of the server, and below, how a proxy makes it treat conditions; `None` for a
+    /// server that lies by itself.
     server: String,
     condition: Option<Condition>,
 }
@@ -32,7 +33,7 @@ fn storm(plan: &Plan) -> Duration {
     Duration::from_secs(STORM.min(1 + plan.rounds as u64))
 }
 
-/// Every lie on every server, each tried so often.
+/// Tries every lie on every server, `plan.rounds` times each.
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     let check = |millis| Condition::CheckThenWrite(Duration::from_millis(millis));
     let mut lies = vec![];

@@ -22,7 +22,7 @@ const BUCKET: &str = "s4test";
 /// Time for a process to end after it was asked to.
 const FAREWELL: Duration = Duration::from_secs(90);
 
-/// What an attack is to do.
+/// What an attack does, and until when.
 pub(crate) struct Plan {
     pub(crate) seed: u64,
     /// Kills, operations, creations or tries.

@@ -13,7 +13,7 @@ use crate::proxy::{Behaviour, Fault, Proxy};
 use crate::roles::GRACE;
 
 const WRITERS: usize = 4;
-/// Processes that are hurt before the weather changes.
+/// Attacks on processes before the network's behaviour changes.
 const SPELL: usize = 4;
 
 /// Shares the operations among the servers.
@@ -62,8 +62,8 @@ fn storm(plan: &Plan, name: &str, server: &str, operations: usize) -> Outcome<Re
     Ok(Report::of(&what, verdict))
 }
 
-/// The network for a while: from one fault in four requests, where hardly anything works, to one in
-/// sixty.
+/// Behaviour of the network for a while: from one fault in 4 requests, when hardly anything works,
+/// to one in 60.
 fn weather(random: &mut Random) -> Behaviour {
     let one_in = [4, 8, 20, 60][random.below(4) as usize];
     let mut behaviour = Behaviour::faulty(&Fault::ALL, one_in);
@@ -82,7 +82,7 @@ pub(crate) struct Crowd {
 }
 
 impl Crowd {
-    /// Starts the writers, and `others`.
+    /// Starts the writers and `others`.
     pub(crate) fn gather(
         scene: &mut Scene,
         through: Target,

@@ -13,7 +13,7 @@ const FOLDER: [&str; 5] = ["everything", "the folder's content", "log", "ck", "r
 /// What vanishes from a bucket.
 const BUCKET: [&str; 4] = ["everything", "/log/", "/ck/", "/repo.json"];
 
-/// Each way, in folders and on every server.
+/// Tries each way of vanishing, in folders and on every server.
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     let mut reports = vec![];
     for what in FOLDER {

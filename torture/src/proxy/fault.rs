@@ -9,9 +9,9 @@ use s4_store::testing::Random;
 pub(crate) enum Fault {
     /// The connection is reset; the server never sees the request.
     ResetBefore,
-    /// The server does it, then the connection is reset.
+    /// The server handles the request, then the connection is reset.
     ResetAfter,
-    /// The server does it, then the connection ends without an answer.
+    /// The server handles the request, then the connection ends without an answer.
     NoAnswer,
     /// The request reaches the server late.
     DelayBefore,
@@ -19,13 +19,13 @@ pub(crate) enum Fault {
     DelayAfter,
     /// Nothing happens for seconds, then the connection ends; the server saw nothing.
     StallBefore,
-    /// The server does it; nothing is heard for seconds, then the connection ends.
+    /// The server handles the request; nothing is heard for seconds, then the connection ends.
     StallAfter,
     /// The connection ends in the middle of the answer.
     Truncate,
     /// A gateway answers with this status; the server never sees the request.
     StatusBefore(u16),
-    /// The server does it, then a gateway answers with this status.
+    /// The server handles the request, then a gateway answers with this status.
     StatusAfter(u16),
     /// A write is done, and done again seconds later.
     Duplicate,
@@ -83,9 +83,9 @@ pub(crate) enum Condition {
 pub(crate) struct Behaviour {
     /// The faults to choose from.
     pub(crate) faults: Vec<Fault>,
-    /// One request in so many is hit; 0: none.
+    /// One request in this many is hit; 0: none.
     pub(crate) one_in: u64,
-    /// Every so many requests, on average, all connections are reset for up to three seconds; 0: never.
+    /// Once in this many requests, on average, all connections are reset for up to three seconds; 0: never.
     pub(crate) outage_one_in: u64,
     /// The only request to be hit, counted from 0, whatever the other members say.
     pub(crate) only: Option<(u64, Fault)>,
@@ -100,7 +100,7 @@ impl Behaviour {
         Self { faults, one_in: 0, outage_one_in: 0, only: None, condition }
     }
 
-    /// One of `faults` for one request in so many.
+    /// One of `faults` for one request in `one_in`.
     pub(crate) fn faulty(faults: &[Fault], one_in: u64) -> Self {
         Self { faults: faults.to_vec(), one_in, ..Self::honest() }
     }

@@ -30,12 +30,12 @@ pub(super) struct Response {
     pub(super) status: u16,
     headers: Headers,
     body: Vec<u8>,
-    /// What an answer without a body says that its length would be.
+    /// The `content-length` of an answer without a body.
     length: Option<Vec<u8>>,
 }
 
 impl Request {
-    /// The next request of a connection; nothing if that has come to its end.
+    /// The next request of a connection; `None` at its end.
     pub(super) async fn read(from: &mut (impl AsyncBufRead + Unpin)) -> Result<Option<Self>> {
         let Some(head) = read_head(from).await? else { return Ok(None) };
         let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
@@ -62,7 +62,7 @@ impl Request {
         self
     }
 
-    /// A look at the object that this request writes.
+    /// The HEAD request for the object that this request writes.
     pub(super) fn head(&self) -> Self {
         let body_is = ["content-", "x-amz-checksum", "if-"];
         let ours = |name: &str| body_is.iter().any(|p| name.to_ascii_lowercase().starts_with(p));
@@ -181,7 +181,7 @@ fn bad(what: &str) -> Error {
     Error::new(ErrorKind::InvalidData, what.to_owned())
 }
 
-/// Everything up to the empty line; nothing if the connection ends in front of the first byte.
+/// Everything up to the empty line; `None` if the connection ends before the first byte.
 async fn read_head(from: &mut (impl AsyncBufRead + Unpin)) -> Result<Option<Vec<u8>>> {
     let mut head = Vec::new();
     loop {

@@ -63,7 +63,7 @@ impl Proxy {
     /// Starts a proxy in front of a server (`http://127.0.0.1:port`) on a free port.
     ///
     /// # Errors
-    /// If the address makes no sense, or the system has no port or thread left.
+    /// If the address is invalid, or the system has no port or thread left.
     pub(crate) fn start(server: &str, seed: u64, behaviour: Behaviour) -> io::Result<Self> {
         let address = server.trim_start_matches("http://").trim_end_matches('/');
         let bad = |_| io::Error::new(ErrorKind::InvalidInput, format!("{server}: no address"));
@@ -152,7 +152,7 @@ impl Shared {
 
     async fn fate(self: &Arc<Self>, request: Request) -> io::Result<Fate> {
         let (fault, condition, extra) = self.decide(&request);
-        // What makes sense for writes alone is something simpler for reads.
+        // Faults that make sense only for writes become simpler ones for reads.
         let write = request.method == "PUT";
         let fault = match fault {
             Some(Fault::Duplicate | Fault::LandsLate) if !write => Some(Fault::ResetBefore),

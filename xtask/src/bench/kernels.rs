@@ -24,7 +24,7 @@ struct Figure {
 pub(super) fn run(root: &Path, results: &Path) -> Result<()> {
     let folder = target(root)?.join("criterion");
     if folder.exists() {
-        // Figures of benchmarks that have since been renamed or dropped.
+        // It may hold figures of benchmarks that have since been renamed or dropped.
         fs::remove_dir_all(&folder).map_err(|e| Error::at(&folder, &e))?;
     }
     proc::run(proc::cargo(root).args(["bench", "--locked", "-p", "s4-benches"]))?;

@@ -48,7 +48,7 @@ pub(super) fn outcome(
     }
 }
 
-/// The inputs that libFuzzer kept because they did harm. Slow ones are kept, too, and do none.
+/// The harmful inputs that libFuzzer kept. It also keeps slow ones, which do no harm.
 pub(super) fn crashes(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).map_err(|e| Error::at(folder, &e))?;
     let paths = entries.filter_map(|e| Some(e.ok()?.path()));

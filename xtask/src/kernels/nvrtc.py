@@ -1,4 +1,4 @@
-"""Compiles kernels/s4.cu to PTX by NVRTC, which is a library: nvrtc.py SOURCES OUTPUT"""
+"""Compiles kernels/s4.cu to PTX with NVRTC, which is a library: nvrtc.py SOURCES OUTPUT"""
 
 import ctypes
 import importlib.util
@@ -9,7 +9,7 @@ OPTIONS = ["--gpu-architecture=compute_75", "--std=c++17", "-default-device"]
 
 
 def library():
-    """NVRTC as PyPI's package keeps it; it finds its second library by its own folder."""
+    """Loads NVRTC from PyPI's package, after the second library that it needs from that folder."""
     spec = importlib.util.find_spec("nvidia.cuda_nvrtc")
     folder = Path(next(iter(spec.submodule_search_locations))) / "lib"
     for name in sorted(folder.glob("libnvrtc-builtins.so*")):
@@ -18,7 +18,7 @@ def library():
 
 
 def text(nvrtc, program, size, get):
-    """A text of the program, without the zero at its end."""
+    """A text that NVRTC holds for the program, without the zero at its end."""
     length = ctypes.c_size_t()
     getattr(nvrtc, size)(program, ctypes.byref(length))
     buffer = ctypes.create_string_buffer(length.value)

@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::features;
 use crate::proc;
 
-/// Each crate with the crates directly below it. A crate may depend on whatever is below it, at
-/// any distance, and on nothing else of the workspace.
+/// Each crate with the crates directly below it. A crate may depend on whatever is below it, at any
+/// distance, and on no other crate of the workspace.
 const BELOW: &[(&str, &[&str])] = &[
     ("s4-format", &[]),
     ("nvcomp-sys", &[]),
@@ -96,7 +96,7 @@ pub(super) fn check(packages: &[Package]) -> Vec<String> {
     findings
 }
 
-/// Findings: features of the crates that the list of combinations does not know.
+/// Findings: features of the crates that are in no combination of `features.rs`.
 pub(super) fn check_features(packages: &[Package]) -> Vec<String> {
     let listed = |p: &Package, f: &String| features::lists(&p.name, f);
     packages

@@ -18,8 +18,8 @@ const SKIPPED: [&str; 2] = ["target", "__pycache__"];
 /// Hidden folders that do hold something of ours.
 const HIDDEN: [&str; 3] = [".cargo", ".ci", ".github"];
 
-/// Top folders of one person's machine: a path below one of them works nowhere else. In halves, so
-/// that this file passes its own check.
+/// Top-level folders of one person's machine: a path below one of them works nowhere else. Split in
+/// halves, so that this file passes its own check.
 const PERSONAL: [(&str, &str); 4] =
     [("/ho", "me/"), ("/ro", "ot/"), ("/Us", "ers/"), ("/wo", "rk/")];
 
@@ -51,7 +51,7 @@ pub(super) fn texts(root: &Path) -> Result<Vec<Text>> {
     Ok(found)
 }
 
-/// Findings in all of them.
+/// Findings in all texts.
 pub(super) fn check(root: &Path, texts: &[Text]) -> Vec<String> {
     texts
         .iter()

@@ -1,4 +1,4 @@
-//! Codec ids and their specifications: what is written to disk unasked is on paper.
+//! Codec ids and their specifications: every open codec must have a page, and every page a codec.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::error::{Error, Result};
 
-/// Where the ids are listed, and where each has its page.
+/// Where the ids are listed, and the folder with a page for each.
 const IDS: &str = "crates/s4-format/src/id.rs";
 const PAGES: &str = "docs/codecs";
 

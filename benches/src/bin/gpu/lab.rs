@@ -7,11 +7,11 @@ use s4_engine::cuda::DeviceMemory;
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Measurements of each thing, after one that is not counted; the median counts.
+/// Rounds of each measurement, after one that is not counted; the median counts.
 pub(crate) const ROUNDS: usize = 7;
 
-/// Bytes that are filled before each measurement of queued work: more than caches hold, and long enough
-/// for the host to queue what is measured meanwhile.
+/// Bytes that are filled before each measurement of queued work: more than caches hold, and enough to
+/// keep the device busy while the host queues the measured work.
 const COLD: u64 = 256 << 20;
 
 /// Bytes of a copy to or from pinned memory.
@@ -44,7 +44,7 @@ impl Lab {
 
     pub(crate) fn memory(&self, buffer: &DeviceBuffer) -> DeviceMemory {
         let (at, bytes) = (buffer.address(), buffer.bytes());
-        // SAFETY: buffers outlive the calls that they are made for, one of which runs at a time.
+        // SAFETY: buffers outlive the calls that use them, and only one such call runs at a time.
         unsafe { DeviceMemory::new(self.device.ordinal(), at, bytes, 0) }
     }
 
@@ -57,7 +57,7 @@ impl Lab {
     pub(crate) fn fill(&self, tile: &[u8], bytes: u64) -> Outcome<DeviceBuffer> {
         let buffer = self.alloc(bytes)?;
         let pinned = Pinned::new(&self.device, tile.len())?;
-        // SAFETY: memory of this call alone; the copies are waited for.
+        // SAFETY: only this call uses the memory, and it waits for the copies.
         unsafe {
             pinned.slice_mut(0, tile.len()).copy_from_slice(tile);
             for at in (0..bytes).step_by(tile.len().max(1)) {
@@ -80,7 +80,7 @@ impl Lab {
         }
     }
 
-    /// Whether device memory holds nothing but a tile, over and over.
+    /// Whether device memory holds only repetitions of a tile.
     pub(crate) fn holds(&self, buffer: &DeviceBuffer, tile: &[u8]) -> Outcome<bool> {
         let piece = (PIECE / tile.len()).max(1) * tile.len();
         let pinned = Pinned::new(&self.device, piece)?;
@@ -99,14 +99,15 @@ impl Lab {
         Ok(true)
     }
 
-    /// Median seconds that queued work takes on the device, by its events. It starts with cold caches, and
-    /// waits for other work when it is queued, so that how long the host takes to do so is no part of it.
+    /// Median seconds that queued work takes on the device, by device events. The work starts with cold
+    /// caches. It is queued behind other work, so that the time that the host takes to queue it is not
+    /// counted.
     pub(crate) fn time(&self, mut work: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
         let (start, stop) = (Event::timed(&self.device)?, Event::timed(&self.device)?);
         let cold = self.alloc(COLD)?;
         let mut times = vec![];
         for round in 0..=ROUNDS {
-            // SAFETY: memory of this call alone.
+            // SAFETY: only this call uses the memory.
             unsafe { self.stream.fill(cold.address(), 0, cold.bytes())? };
             start.record(&self.stream)?;
             work()?;

@@ -2,8 +2,8 @@
 //!
 //! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N] [--only preset|presets]`: values are weights of
 //! `testdata`, repeated; kernels are timed by device events, whole paths by the clock. `gpu.json`, `gpu.md` and
-//! `gpu.svg` go to the folder. nvCOMP is measured where its library is found (`NVCOMP_LIBRARY` or the
-//! system's), and named as missing otherwise.
+//! `gpu.svg` are written to the folder of `--out`. nvCOMP is measured if its library is found
+//! (`NVCOMP_LIBRARY` or the system's), and reported as missing otherwise.
 
 mod lab;
 mod ours;
@@ -22,7 +22,7 @@ use report::Group;
 
 const MIB: u64 = 1 << 20;
 
-/// The largest size, in MiB, at which nvCOMP is measured: the one that is next to it is.
+/// nvCOMP is measured at one size: the largest that is not above this, in MiB.
 const MOST_OF_PEERS: u64 = 1024;
 
 /// Budgets of scratch memory, in MiB, with which preset `nvcomp` is measured.
@@ -35,7 +35,7 @@ struct Tile {
     data: Vec<u8>,
 }
 
-/// What names of tensors start with.
+/// Prefixes of the names of tensors.
 const MODEL: &str = "model";
 const MOMENTS: [&str; 2] = ["optimizer.exp_avg", "optimizer.exp_avg_sq"];
 
@@ -56,7 +56,7 @@ impl Tile {
         Ok(Self { dtype, name, data })
     }
 
-    /// Weights and both moments, each repeated over a third of about `bytes` bytes.
+    /// Weights and both moments, each repeated to fill about a third of `bytes` bytes.
     fn state(&self, folder: &Path, bytes: u64) -> Outcome<Self> {
         let times = usize::try_from(bytes)? / 3 / self.data.len();
         let mut data = self.data.repeat(times);
@@ -74,7 +74,7 @@ struct Args {
     mib: Vec<u64>,
     /// How many small tensors there are.
     tensors: u64,
-    /// One part alone: preset `nvcomp`, or `fast` beside `balanced`.
+    /// Measure one part alone: `preset` (preset `nvcomp`), or `presets` (`fast` beside `balanced`).
     only: Option<String>,
 }
 

@@ -9,10 +9,10 @@ use crate::Tile;
 use crate::lab::{Lab, Outcome};
 use crate::report::Group;
 
-/// Bytes of the values of a chunk, as the engine cuts them.
+/// Bytes of the values of a chunk, as in the engine.
 const CHUNK: u64 = 1 << 18;
 
-/// Bytes that a file keeps of each chunk beside its frame.
+/// Bytes that a file stores for each chunk besides its frame.
 const RECORD: u64 = 24;
 
 pub(crate) fn measure(
@@ -46,12 +46,13 @@ pub(crate) fn measure(
         capacity: frames.bytes(),
         routes,
     };
-    // All that is stored lies in slots, as libraries leave it: raw planes, too.
+    // Leaves everything that would be stored in slots, raw planes included, as other libraries do.
     let mut keeping = chunks.clone();
     keeping.iter_mut().for_each(|c| c.flags = abi::KEEP_PLANES);
     let keeping = lab.upload(bytemuck::cast_slice(&keeping))?;
     let in_slots = EncodeBatch { chunks: keeping.address(), ..batch };
-    // SAFETY: all memory is this function's, of the sizes that abi.h asks for, and used by one stream.
+    // SAFETY: all memory belongs to this function, has the sizes that abi.h requires, and is used by one
+    // stream.
     let slots = lab.time(|| Ok(unsafe { lab.stream.encode_streams(&in_slots) }?))?;
     // SAFETY: as above.
     let whole = lab.time(|| Ok(unsafe { lab.stream.encode(&batch) }?))?;
@@ -105,7 +106,7 @@ fn encode_chunk(width: usize, values: &DeviceBuffer, i: u64, scratch: u64) -> En
     EncodeChunk {
         values: values.address() + i * CHUNK,
         scratch,
-        // At most a chunk's.
+        // At most the values of one chunk.
         n: (bytes / width as u64) as u32,
         width: width as u8,
         layout: LayoutId::FIELDS.0,

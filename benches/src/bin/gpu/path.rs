@@ -1,4 +1,4 @@
-//! The engine's whole path: tensors in device memory to frames in the host's, and back.
+//! The engine's whole path: tensors in device memory to frames in host memory, and back.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -22,7 +22,7 @@ use crate::report::Group;
 /// Bytes that a thread copies into pinned memory at a time.
 const PART: usize = 1 << 20;
 
-/// Measurements of each thing: the clock's.
+/// Rounds of each measurement by the clock, after one that is not counted.
 pub(crate) const ROUNDS: usize = 3;
 
 /// A chunk's frame.
@@ -30,17 +30,17 @@ struct Frame {
     tensor: usize,
     chunk: u64,
     encoded: EncodedChunk,
-    /// Where it starts.
+    /// Where it starts in [`Coded::bytes`].
     at: usize,
 }
 
-/// Tensors as they were encoded: consecutive frames, as in a file.
+/// Encoded tensors: consecutive frames, as in a file.
 pub(crate) struct Coded {
     frames: Vec<Frame>,
     pub(crate) bytes: Vec<u8>,
-    /// Bytes of the frames, of what a file keeps for each, and of side data.
+    /// Bytes of the frames, of the record that a file has for each, and of side data.
     pub(crate) stored: u64,
-    /// By tensor.
+    /// The side data of each tensor.
     sides: Vec<Side>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) fn large(lab: &Lab, tile: &Tile, bytes: u64) -> Outcome<Group> {
     measure(lab, tile, &[bytes], group)
 }
 
-/// Weights and the two moments of their optimizer, a tensor each: `tile` has a third of each.
+/// Weights and the two moments of their optimizer: three tensors, each of which is a third of `tile`.
 pub(crate) fn state(lab: &Lab, tile: &Tile) -> Outcome<Group> {
     let bytes = tile.data.len() as u64;
     let name = "device memory to host memory, weights and moments";
@@ -104,7 +104,7 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
         let from = From::Pinned(&pinned);
         timed(&mut decoded, &mut || decode(&engine, &tensors, &plans, &coded, from, &targets))?;
     }
-    // What follows must write them again.
+    // Overwrites the decoded values, so that the final check is of the next loop's.
     // SAFETY: the buffer is not used by anything else.
     unsafe { lab.stream.fill(to.address(), 0xee, bytes)? };
     lab.stream.synchronize()?;
@@ -117,7 +117,7 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
     }
     let ratio = bytes as f64 / coded.stored as f64;
     let scratch = engine.scratch_high_water(0) >> 20;
-    // The first of each is not counted.
+    // The first round of each is not counted.
     let [planned, encoded, decoded, pageable] =
         [planned, encoded, decoded, pageable].map(|times| median(times[1..].to_vec()));
     let name =
@@ -138,7 +138,7 @@ fn copies(lab: &Lab, buffer: &DeviceBuffer, sizes: &[u64], to_host: bool) -> Out
         for size in sizes {
             for first in (0..*size).step_by(PIECE) {
                 let len = (size - first).min(PIECE as u64) as usize;
-                // SAFETY: the buffer holds all tensors; what the pinned memory holds is not looked at.
+                // SAFETY: the buffer holds all tensors; nothing reads what the pinned memory holds.
                 unsafe {
                     match to_host {
                         true => lab.stream.copy_to_host(at + first, &pinned, 0, len)?,
@@ -174,7 +174,7 @@ impl Coded {
         Ok(Self { frames, bytes, stored, sides })
     }
 
-    /// Frames that fit into `room` bytes together: the first byte of each batch, and the batch.
+    /// The frames in batches of at most `room` bytes, each with the offset of its first byte.
     fn batches<'a>(
         &'a self,
         tensors: &'a [TensorValues<'a>],

@@ -17,10 +17,10 @@ use crate::Tile;
 use crate::lab::{Lab, Outcome, median};
 use crate::report::Group;
 
-/// Measurements of each thing, after one that is not counted.
+/// Rounds of each measurement, after one that is not counted.
 const ROUNDS: usize = 3;
 
-/// A file that is written to memory which is there already: new pages would be most of the time.
+/// A file in memory that was touched beforehand: faulting in new pages would take most of the time.
 struct Memory {
     bytes: Vec<u8>,
     len: usize,
@@ -51,7 +51,7 @@ impl io::Write for File {
     }
 }
 
-/// One tensor of `bytes` bytes, with scratch budgets of some sizes in MiB.
+/// One tensor of `bytes` bytes, with each of the scratch budgets, in MiB.
 pub(crate) fn measure(lab: &Lab, tile: &Tile, bytes: u64, scratch: &[u64]) -> Outcome<Group> {
     let (from, to) = (lab.fill(&tile.data, bytes)?, lab.alloc(bytes)?);
     let shape = [bytes / tile.dtype.size() as u64];

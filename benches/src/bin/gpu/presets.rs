@@ -1,4 +1,4 @@
-//! Preset `balanced` beside `fast`: matrices in device memory by themselves, and a step later.
+//! Preset `balanced` beside `fast`: matrices in device memory as a base, and as a delta one step later.
 
 use std::ops::Range;
 use std::path::Path;
@@ -23,7 +23,7 @@ const PRESETS: [Preset; 2] = [Preset::Fast, Preset::Balanced];
 /// A matrix of `testdata`, its rows repeated.
 struct Matrix {
     shape: [u64; 2],
-    /// Once.
+    /// The values, not repeated.
     data: Vec<u8>,
     there: DeviceBuffer,
 }
@@ -63,7 +63,7 @@ impl Parents<'_> {
         self.lab.memory(&self.matrices[tensor].there)
     }
 
-    /// A run of values, whose rows are repeated.
+    /// The bytes of a run of values of the repeated matrix.
     fn run(&self, tensor: usize, run: Range<u64>) -> impl Iterator<Item = u8> {
         let (data, width) = (&self.matrices[tensor].data, self.dtype.size() as u64);
         (run.start * width..run.end * width).map(move |i| data[i as usize % data.len()])
@@ -102,7 +102,7 @@ impl Inputs<CudaError> for Parents<'_> {
     }
 }
 
-/// Both presets, of matrices by themselves and as differences from those of the step before.
+/// Both presets, with matrices as a base and as a delta of those of the step before.
 pub(crate) fn measure(lab: &Lab, folder: &Path, tile: &Tile, bytes: u64) -> Outcome<Vec<Group>> {
     let dtype = tile.dtype;
     let before = matrices(lab, folder, dtype, 0, bytes)?;

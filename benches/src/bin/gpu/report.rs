@@ -1,4 +1,4 @@
-//! What was measured, as JSON, as a table and as a picture.
+//! The results as JSON, as tables and as a picture.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -15,13 +15,13 @@ struct Row {
     ratio: Option<f64>,
 }
 
-/// Ways of coding the same bytes, and what none of them can pass.
+/// Ways of coding the same bytes, and the ceiling that none of them can exceed.
 pub(crate) struct Group {
     title: String,
     dtype: &'static str,
     bytes: u64,
     ceiling: &'static str,
-    /// Seconds of the ceiling, each way.
+    /// Seconds that the ceiling takes: to encode, to decode.
     limits: [f64; 2],
     rows: Vec<Row>,
 }
@@ -55,7 +55,7 @@ impl Group {
         format!("{}: {}, {mib:.0} MiB", self.title, self.dtype)
     }
 
-    /// A table.
+    /// The group as a Markdown table.
     pub(crate) fn text(&self) -> String {
         let [encode, decode] = self.limits;
         let mut out = format!(
@@ -125,13 +125,13 @@ pub(crate) fn write(
     Ok(())
 }
 
-/// Places in the picture, in pixels.
+/// Layout of the picture, in pixels.
 const LEFT: f64 = 330.0;
 const WIDTH: f64 = 420.0;
 const BAR: f64 = 9.0;
 const ROW: f64 = 26.0;
 
-/// Bars of each group against its ceiling, which is a line: longer is faster.
+/// An SVG with bars for each group and dashed lines for its ceilings: longer is faster.
 fn picture(machine: &str, groups: &[Group]) -> String {
     let mut body = String::new();
     let mut y = 52.0;

@@ -1,4 +1,4 @@
-//! nvCOMP's formats on the same values, in blocks of the size that each is for.
+//! nvCOMP's formats on the same values, each in blocks of the size that it is made for.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ fn open() -> Result<Arc<Nvcomp>, nvcomp::Error> {
     Ok(Arc::new(unsafe { Nvcomp::open(&Search::new(None::<PathBuf>)) }?))
 }
 
-/// Why nvCOMP is not measured, if it is not.
+/// Why nvCOMP cannot be measured; `None` if it can.
 pub(crate) fn missing() -> Option<String> {
     open().err().map(|e| e.to_string())
 }
@@ -52,7 +52,7 @@ pub(crate) fn measure(
             Ok((encode, decode, ratio)) => {
                 group.row(&label, Some(encode), Some(decode), Some(ratio));
             }
-            // What a library cannot do is a result, too.
+            // A failure of the library is a result, too.
             Err(e) => group.row(&format!("{label}: {e}"), None, None, None),
         }
     }
@@ -92,8 +92,8 @@ fn one(
         scratch_bytes: scratch.bytes() as usize,
         statuses: statuses.address(),
     };
-    // SAFETY: all memory is this function's, as large as asked for, and used by one stream; the
-    // device is current.
+    // SAFETY: all memory belongs to this function, is as large as the library asked for, and is used
+    // by one stream; the device is current.
     let encode = lab.time(|| Ok(unsafe { codec.encode(shape, batch, stream) }?))?;
     let stored = lab.download(&coded_sizes, 8 * count)?;
     let stored: u64 = stored.chunks_exact(8).map(bytemuck::pod_read_unaligned::<u64>).sum();
@@ -111,7 +111,7 @@ fn one(
     };
     // SAFETY: as above.
     unsafe { lab.stream.fill(back.address(), 0xa5, back.bytes())? };
-    // SAFETY: as above; the blocks are what the library wrote.
+    // SAFETY: as above; the library wrote the blocks itself.
     let decode = lab.time(|| Ok(unsafe { codec.decode(shape, batch, stream) }?))?;
     if !lab.holds(back, &tile.data)? {
         return Err("decoded values differ".into());
@@ -119,7 +119,7 @@ fn one(
     Ok((encode, decode, values.bytes() as f64 / stored as f64))
 }
 
-/// The addresses of blocks, in device memory.
+/// An array, in device memory, of the addresses of blocks.
 fn places(lab: &Lab, buffer: &DeviceBuffer, each: u64, count: usize) -> Outcome<DeviceBuffer> {
     let places: Vec<u64> = (0..count as u64).map(|i| buffer.address() + i * each).collect();
     lab.upload(bytemuck::cast_slice(&places))

@@ -1,4 +1,4 @@
-//! Holds every CUDA device against the processor: the same frames, and values that come back both ways.
+//! Compares every CUDA device with the processor: the frames are the same, and values come back both ways.
 
 use s4_engine::cuda::testing::{CodedTensor, Copies};
 use s4weights::cuda::{Cuda, CudaEngine, CudaOptions, DeviceInfo};
@@ -7,25 +7,25 @@ use s4weights::{CpuEngine, DType, Preset, Simd, TensorView, adversarial};
 use super::library;
 use crate::error::{Failure, Result};
 
-/// Values of a pattern: one, a part of a segment, one segment, and more than one chunk of the smallest
-/// values; the last is no round number.
+/// Elements of a pattern: one, a part of a segment, one segment, and more than one chunk even of
+/// the smallest values (not a round number).
 const SIZES: [usize; 4] = [1, 255, 4096, (1 << 17) + 1234];
 
 const PRESETS: [Preset; 3] = [Preset::Fast, Preset::Balanced, Preset::Small];
 
-/// A byte to be flipped in what a device gives back.
+/// Where a bit is flipped in what a device returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
     /// In the first frame that it wrote.
     Frame,
     /// In the first values that it decoded.
     Values,
-    /// The same where nvCOMP codes planes.
+    /// As `Frame`, where nvCOMP codes the planes.
     LibraryFrame,
     LibraryValues,
 }
 
-/// Every fault; without those that need nvCOMP where it is missing.
+/// Every fault, without those that need nvCOMP if it is missing.
 fn faults(library: bool) -> &'static [Fault] {
     let all = &[Fault::Frame, Fault::Values, Fault::LibraryFrame, Fault::LibraryValues];
     if library { all } else { &all[..2] }
@@ -45,8 +45,8 @@ impl Case {
     }
 }
 
-/// Runs everything on every device; gives a summary, or fails with the first difference. With `fault`
-/// it fails if each fault was noticed, and gives a summary if one was not.
+/// Runs everything on every device; returns a summary, or fails with the first difference. With
+/// `fault` it fails if each fault was noticed, and returns a message if one was not.
 pub(super) fn run(fault: bool, simd: Option<Simd>) -> Result<String> {
     let cuda =
         Cuda::discover().map_err(|e| Failure::Unsupported(format!("a GPU is required: {e}")))?;
@@ -139,8 +139,8 @@ struct Both {
 }
 
 impl Both {
-    /// Tensors go through both; all of a call at once on the device, so that chunks of many tensors
-    /// share their launches.
+    /// Sends tensors through both. The device gets all of a call at once, so that chunks of many
+    /// tensors share its launches.
     fn hold(&self, preset: Preset, cases: &[Case], fault: Option<Fault>) -> Result<()> {
         let views: Vec<_> = cases.iter().map(Case::view).collect();
         let failed = |e: &dyn std::fmt::Display| {
@@ -156,7 +156,7 @@ impl Both {
         for (case, by_device) in cases.iter().zip(&coded) {
             by_cpu.push(self.check_frames(preset, case, by_device)?);
         }
-        // The processor's frames: the device reads what it did not write.
+        // The device decodes the processor's frames: it must read what it did not write.
         let mut back = copies.decode(None, &views, &by_cpu).map_err(|e| failed(&e))?;
         if fault == Some(Fault::Values) {
             damage(back.iter_mut());
@@ -169,7 +169,8 @@ impl Both {
         Ok(())
     }
 
-    /// Frames of the device are those of the processor, which reads them; gives the processor's.
+    /// Checks that the device's frames equal the processor's, and that the processor reads them;
+    /// returns the processor's.
     fn check_frames(
         &self,
         preset: Preset,
@@ -206,7 +207,7 @@ pub(super) fn differs(name: &str, what: &str) -> Failure {
     Failure::Test(format!("{name}: {what} differ from the processor's"))
 }
 
-/// Flips a bit in the middle of the first bytes that there are.
+/// Flips a bit in the middle of the first byte string that is not empty.
 pub(super) fn damage<'a>(mut bytes: impl Iterator<Item = &'a mut Vec<u8>>) {
     if let Some(first) = bytes.find(|b| !b.is_empty()) {
         let middle = first.len() / 2;

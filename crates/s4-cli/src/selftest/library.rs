@@ -1,5 +1,4 @@
-//! Preset `nvcomp`: what a device writes is read by the device and by the host's route, and the other way
-//! round.
+//! Preset `nvcomp`: the device's frames and those of the host's route must each be readable by both.
 
 use s4_engine::cuda::testing::{CodedTensor, Copies};
 use s4weights::cuda::{CudaEngine, DeviceInfo};
@@ -13,7 +12,7 @@ pub(super) fn is_here() -> bool {
     CpuEngine::writing(Simd::detect(), Preset::Nvcomp).is_ok()
 }
 
-/// Holds a device's route and the host's against each other; without nvCOMP it says so.
+/// Compares a device's route with the host's; without nvCOMP it says that nothing was tested.
 pub(super) fn hold(
     engine: &CudaEngine,
     device: &DeviceInfo,
@@ -87,7 +86,8 @@ impl Both<'_> {
         Ok(())
     }
 
-    /// The host's route reads the device's frames, which have the same streams as its own; gives those.
+    /// Checks that the device's frames have the same streams as those of the host's route, which
+    /// reads them; returns the host's.
     fn check_frames(&self, case: &Case, by_device: &CodedTensor) -> Result<CodedTensor> {
         let failed = |e: s4weights::format::Error| Failure::Test(format!("{}: {e}", case.name));
         let view = case.view();

@@ -1,4 +1,4 @@
-//! Where a store is, and with what it is opened.
+//! Where a store is, and the options to open it with.
 
 use std::io::Write;
 
@@ -48,7 +48,7 @@ impl StoreArgs {
         Ok(out)
     }
 
-    /// Options of a store with the time that requests may take.
+    /// Adds the time that requests may take to options of a store.
     pub(crate) fn options(&self, mut options: StoreOptions) -> StoreOptions {
         if let Some(time) = self.remote.timeout {
             options.requests.retry = Retry::within(time);
@@ -56,7 +56,7 @@ impl StoreArgs {
         options
     }
 
-    /// Options of reading a file with the same time.
+    /// Options for reading a file, with the same time.
     pub(crate) fn reading(&self) -> ReadOptions {
         self.remote.read(ReadOptions::default())
     }
@@ -66,13 +66,13 @@ impl StoreArgs {
         self.open_with(StoreOptions::default())
     }
 
-    /// Opens the store to look at it. Where its log is damaged that is said, and it is opened all the
-    /// same, with what can be proved.
+    /// Opens the store for reading. If its log is damaged, warns of that and opens it all the same,
+    /// with what can be proved.
     pub(crate) fn open_to_read(&self, options: StoreOptions) -> Result<CheckpointStore> {
         let store =
             CheckpointStore::open_read_only(&self.store, &self.storage()?, self.options(options))?;
         if let Some(damage) = store.log_damage()?.first() {
-            // Where nobody listens there is nobody to warn.
+            // If standard error is closed, there is nobody to warn.
             let _ = writeln!(
                 std::io::stderr(),
                 "s4w: warning: {}: the log is damaged: {damage}; this is what can be proved. `s4w store \
@@ -83,7 +83,7 @@ impl StoreArgs {
         Ok(store)
     }
 
-    /// Opens the store with options of its own.
+    /// Opens the store with these options.
     pub(crate) fn open_with(&self, options: StoreOptions) -> Result<CheckpointStore> {
         Ok(CheckpointStore::open(&self.store, &self.storage()?, self.options(options))?)
     }

@@ -46,7 +46,7 @@ fn operation(op: &Op) -> (&'static str, String) {
         Op::Pin { id } => ("pin", id.to_string()),
         Op::Unpin { id } => ("unpin", id.to_string()),
         Op::Fence { against } => ("fence", format!("against write {against}")),
-        // A later version's, which this one would not have been able to read.
+        // From a later version; this one would have failed to read it.
         _ => ("unknown", String::new()),
     }
 }

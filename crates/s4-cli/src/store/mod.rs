@@ -197,7 +197,7 @@ pub(crate) enum Verb {
 }
 
 impl Verb {
-    /// Whether nothing but errors and the result is to be told.
+    /// Whether only errors and the result are printed.
     pub(crate) fn is_quiet(&self) -> bool {
         match self {
             Self::Restore { common, .. }

@@ -18,11 +18,11 @@ const RIGHT: f64 = 24.0;
 const INNER: f64 = WIDTH - LEFT - RIGHT;
 const SIZES: f64 = 240.0;
 const RATIOS: f64 = 120.0;
-/// Height of one row of what costs most.
+/// Height of one row in the list of what costs most.
 const COST: f64 = 34.0;
-/// Rows of what costs most.
+/// The most rows of that list.
 const COSTS: usize = 10;
-/// Labels of steps below the bars, at most.
+/// The most step labels below the bars.
 const LABELS: usize = 16;
 
 const BASE: &str = "#1f4e79";
@@ -37,7 +37,7 @@ const FAINT: &str = "#777777";
 struct Figures {
     store: String,
     checkpoints: Vec<Row>,
-    /// What costs most in the newest base and the newest delta, the dearest first.
+    /// What costs most in the newest base and the newest delta, largest first.
     costs: Vec<Cost>,
     costs_of_base: Option<u64>,
     costs_of_delta: Option<u64>,
@@ -107,12 +107,12 @@ fn figures(store: &CheckpointStore, state: &State, shown: &[&Checkpoint]) -> Res
     })
 }
 
-/// Raw and stored bytes of a checkpoint's tensors, those together whose names differ in numbers only.
+/// Raw and stored bytes of a checkpoint's tensors, added up for names that differ in numbers only.
 fn tensors(store: &CheckpointStore, checkpoint: &Checkpoint) -> Result<Vec<(String, u64, u64)>> {
     let content = store.load_id(checkpoint.id(), None)?.reader().inspect(false)?;
     let mut sums: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for t in &content.tensors {
-        // Small ones share chunks: what one of them takes is not known, and little.
+        // Small tensors share chunks: what one of them takes is unknown, and little.
         let Some(stored) = t.stored else { continue };
         let sum = sums.entry(without_numbers(&t.name)).or_default();
         sum.0 += t.bytes;
@@ -171,7 +171,7 @@ fn legend(svg: &mut Svg, f: &Figures) {
     svg.text(WIDTH - RIGHT, 57.0, 12.0, INK, Anchor::End, &total);
 }
 
-/// Lines across, with labels to the left.
+/// Draws horizontal lines with labels to the left; returns the end of the axis.
 fn grid(svg: &mut Svg, top: f64, height: f64, max: f64, label: impl Fn(f64) -> String) -> f64 {
     let (end, step) = axis(max);
     let mut value = 0.0;

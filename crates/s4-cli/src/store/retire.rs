@@ -69,7 +69,7 @@ pub(crate) fn retire(args: &StoreArgs, choice: &Choice, reason: &str, dry_run: b
     let gone = if by_rules {
         let policy = choice.policy();
         let wrong = |e| Failure::Usage(format!("{}: {e}", store.name()));
-        // A slip is told also where nothing would go this time.
+        // Report a mistyped metric even if nothing would be retired this time.
         policy.check_metrics(&state).map_err(wrong)?;
         match dry_run {
             true => policy.plan(&state).map_err(wrong)?.retire,
@@ -103,8 +103,8 @@ impl Choice {
     }
 }
 
-/// Says in words of steps why some cannot go. (The log has the last word, also about what other
-/// writers do meanwhile.)
+/// Explains in terms of steps why some checkpoints cannot be retired. (The log has the last word,
+/// also about what other writers do meanwhile.)
 fn obstacle(state: &State, going: &[Checkpoint]) -> Result<()> {
     if let Some(pinned) = going.iter().find(|c| c.pinned) {
         let step = pinned.step();

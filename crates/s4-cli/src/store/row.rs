@@ -14,16 +14,16 @@ pub(crate) struct Row {
     pub(crate) id: CheckpointId,
     /// `base` or `delta`.
     pub(crate) kind: &'static str,
-    /// What it is a delta of.
+    /// The checkpoint that it is a delta of.
     pub(crate) of: Option<CheckpointId>,
     pub(crate) of_step: Option<u64>,
-    /// Checkpoints that restoring it reads, itself counted.
+    /// Number of checkpoints that restoring it reads, including itself.
     pub(crate) chain: usize,
-    /// Differences among these: steps down to the base.
+    /// Number of deltas among these: the hops down to the base.
     pub(crate) hops: usize,
-    /// Its number among those that share the base, which is 0.
+    /// Its position among the checkpoints that share its base; the base has 0.
     pub(crate) since_base: u32,
-    /// What it takes in the store.
+    /// Bytes that it takes in the store.
     pub(crate) bytes: u64,
     pub(crate) raw_bytes: u64,
     pub(crate) ratio: Option<f64>,
@@ -67,7 +67,7 @@ impl Row {
     }
 }
 
-/// What a checkpoint takes in the store: data objects and manifest.
+/// Bytes that a checkpoint takes in the store: data objects and manifest.
 pub(crate) fn stored(c: &Checkpoint) -> u64 {
     c.about.data_len.saturating_add(c.about.manifest_len)
 }

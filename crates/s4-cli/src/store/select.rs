@@ -1,4 +1,4 @@
-//! Which checkpoint is meant.
+//! Finds the checkpoint that an argument names.
 
 use s4weights::store::{Checkpoint, CheckpointId, Entry, Op, State};
 
@@ -27,7 +27,7 @@ pub(crate) fn find<'a>(store: &str, state: &'a State, which: &str) -> Result<&'a
     })
 }
 
-/// Several, without repetitions.
+/// Finds several checkpoints, without duplicates.
 pub(crate) fn find_all(store: &str, state: &State, which: &[String]) -> Result<Vec<Checkpoint>> {
     let mut found: Vec<Checkpoint> = vec![];
     for word in which {
@@ -39,7 +39,7 @@ pub(crate) fn find_all(store: &str, state: &State, which: &[String]) -> Result<V
     Ok(found)
 }
 
-/// The id that a word names in the whole log: that of the step which was retired last, or an id.
+/// The id that a word names in the whole log: it is an id, or a step, whose last retired checkpoint is meant.
 pub(crate) fn find_retired(store: &str, log: &[Entry], which: &str) -> Result<CheckpointId> {
     let Ok(step) = which.parse::<u64>() else {
         let not = |_| Failure::Usage(format!("`{which}` is no step and no checkpoint's id"));

@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-/// Where a text's position is within it.
+/// Which part of a text is at its position.
 #[derive(Clone, Copy)]
 pub(crate) enum Anchor {
     Start,
@@ -77,7 +77,7 @@ impl Svg {
     }
 }
 
-/// Text as XML has it; what XML cannot hold at all is left out.
+/// Text escaped for XML; characters that XML cannot hold are left out.
 fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {

@@ -1,4 +1,4 @@
-//! `restore` and `rebase`: what reads and writes values.
+//! `restore` and `rebase`: the verbs that read and write values.
 
 use s4weights::copy::{CopyOptions, copy};
 use s4weights::store::{CheckpointId, StoreOptions};
@@ -29,7 +29,7 @@ struct Restored {
 pub(crate) struct Output<'a> {
     pub(crate) name: Option<&'a str>,
     pub(crate) preset: Preset,
-    /// Whether it may be there already.
+    /// Whether to replace a file that is there already.
     pub(crate) force: bool,
 }
 

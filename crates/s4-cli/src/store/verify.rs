@@ -20,7 +20,7 @@ struct Verified {
     bytes_read: u64,
     findings: Vec<Found>,
     unusable: Vec<Unusable>,
-    /// Each checkpoint that was asked for, once.
+    /// Together with `does_not_restore`: each checkpoint that was asked for, once.
     restores: Vec<Named>,
     does_not_restore: Vec<Named>,
 }
@@ -130,7 +130,7 @@ impl Verified {
     }
 }
 
-/// Steps, with the id of those that there are several of.
+/// Steps as text, with the id where several checkpoints have the same step.
 fn steps(list: &[Named]) -> String {
     let mut times: BTreeMap<u64, usize> = BTreeMap::new();
     list.iter().for_each(|named| *times.entry(named.step).or_default() += 1);

@@ -4,7 +4,7 @@ use s4_format::{Error, Result};
 
 /// Longest codeword of literals, lengths and offsets, in bits.
 pub(super) const MAX_BITS: usize = 15;
-/// Longest codeword of the code that codes the lengths of the others.
+/// Longest codeword of the code length code, which codes the codeword lengths of the others.
 pub(super) const MAX_PRE_BITS: usize = 7;
 /// Symbols of literals and lengths.
 pub(super) const LITLEN: usize = 288;
@@ -12,11 +12,11 @@ pub(super) const LITLEN: usize = 288;
 pub(super) const OFFSETS: usize = 32;
 /// The symbol that ends a block.
 pub(super) const END: usize = 256;
-/// The order in which the lengths of the code of lengths are written.
+/// The order in which the codeword lengths of the code length code are written.
 pub(super) const PRE_ORDER: [u8; 19] =
     [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
 
-/// First value and number of extra bits of the symbols from 257 on.
+/// First value and number of extra bits of the length symbols, from 257 on.
 pub(super) const LENGTHS: [(u16, u8); 29] = [
     (3, 0),
     (4, 0),
@@ -68,7 +68,8 @@ pub(super) fn fixed() -> ([u8; LITLEN], [u8; OFFSETS]) {
     (litlen, [5; OFFSETS])
 }
 
-/// The first codeword of each length, most significant bit first, of `counts` codewords.
+/// The first codeword of each length, most significant bit first, given the number of codewords of
+/// each length.
 pub(super) fn first_codes(counts: &[u16; MAX_BITS + 1]) -> [u16; MAX_BITS + 1] {
     let mut first = [0u16; MAX_BITS + 1];
     for bits in 1..=MAX_BITS {
@@ -92,7 +93,7 @@ pub(super) fn count_lengths(lengths: &[u8]) -> [u16; MAX_BITS + 1] {
 pub(super) struct CodeEntry(u32);
 
 impl CodeEntry {
-    /// A codeword that is longer than the table's index, or none.
+    /// A codeword that is longer than the table's index, or no codeword.
     const LONG: Self = Self(0);
     const LITERAL: u32 = 1 << 9;
     const ENDS: u32 = 1 << 10;
@@ -101,7 +102,7 @@ impl CodeEntry {
     fn new(value: u16, extra: u8, flags: u32) -> Self {
         Self(u32::from(value) << 16 | flags | u32::from(extra) << 4)
     }
-    /// A symbol of the code of lengths.
+    /// A symbol of the code length code.
     pub(super) fn plain(symbol: usize) -> Self {
         Self::new(symbol as u16, 0, 0)
     }
@@ -149,8 +150,8 @@ impl CodeEntry {
     }
 }
 
-/// A code as it is decoded: a table by the next `INDEX` = log2(`SIZE`) bits, and for longer
-/// codewords the symbols in the order of their codewords.
+/// A code in the form for decoding: a table indexed by the next `INDEX` = log2(`SIZE`) bits, and
+/// for longer codewords the symbols in the order of their codewords.
 #[derive(Debug)]
 pub(super) struct Decoder<const SIZE: usize> {
     table: [CodeEntry; SIZE],
@@ -195,8 +196,8 @@ impl<const SIZE: usize> Decoder<SIZE> {
         Ok(code)
     }
 
-    /// The entry of the codeword at the low end of `bits` if the table has it; it is a literal
-    /// whose codeword may be taken, or something that [`Self::find`] is to look at.
+    /// The table's entry for the codeword at the low end of `bits`. A literal can be used at once;
+    /// anything else must go through [`Self::find`].
     #[inline(always)]
     pub(super) fn peek(&self, bits: u64) -> CodeEntry {
         self.table[bits as usize % SIZE]

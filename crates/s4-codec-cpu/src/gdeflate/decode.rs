@@ -1,4 +1,4 @@
-//! The decoder of a page: 32 lanes in turn, each with bits of its own.
+//! The decoder of a page: 32 lanes in turn, each with its own bits.
 
 use s4_format::{Error, Result};
 
@@ -44,7 +44,7 @@ pub(super) fn page(src: &[u8], dst: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// The bits of the lanes. Before each step a lane holds at least 32.
+/// The bits of the lanes. Before each step a lane holds at least 32 bits.
 struct Lanes<'a> {
     src: &'a [u8],
     at: usize,
@@ -105,7 +105,7 @@ fn too_long(len: usize) -> Error {
     Error::corrupt(format!("page longer than {len} bytes"))
 }
 
-/// A block of bytes as they are, spread over the lanes.
+/// A stored block: bytes as they are, spread over the lanes.
 fn stored(lanes: &mut Lanes<'_>, out: &mut Output<'_>) -> Result<()> {
     let len = lanes.take(0, 16) as usize;
     if len == 0 {
@@ -204,7 +204,7 @@ fn coded(lanes: &mut Lanes<'_>, out: &mut Output<'_>, litlen: &[u8], offsets: &[
         lanes.refill(lane)?;
         lane = (lane + 1) % LANES;
     }
-    // The copies still owed, from the lane that read the end on.
+    // The copies still owed, starting with the lane that read the end.
     for lane in (lane..LANES).chain(0..lane) {
         if deferred.owing >> lane & 1 == 1 {
             deferred.settle(lanes, out, &offsets, lane)?;
@@ -214,8 +214,8 @@ fn coded(lanes: &mut Lanes<'_>, out: &mut Output<'_>, litlen: &[u8], offsets: &[
     Ok(())
 }
 
-/// Decodes literals for as long as whole rounds of the lanes need no check and hold nothing else,
-/// starting with lane 0. Returns the lane that is next.
+/// Decodes whole rounds of the lanes, from lane 0 on, for as long as they need no checks and hold
+/// only literals. Returns the next lane.
 fn literals(lanes: &mut Lanes<'_>, out: &mut Output<'_>, code: &LitLen) -> usize {
     loop {
         let words = lanes.src[lanes.at..].as_chunks::<4>().0.first_chunk::<LANES>();
@@ -230,7 +230,7 @@ fn literals(lanes: &mut Lanes<'_>, out: &mut Output<'_>, code: &LitLen) -> usize
             place[lane] = entry.value() as u8;
             let bits = lanes.bits[lane] >> entry.bits();
             let held = lanes.held[lane] - entry.bits();
-            // Without a branch, which would be taken every third or fourth time.
+            // Branch-free: a branch would be taken every third or fourth time.
             let word = u64::from(u32::from_le_bytes(words[used % LANES])) << (held % 32);
             let low = held < 32;
             lanes.bits[lane] = bits | if low { word } else { 0 };
@@ -247,8 +247,8 @@ fn literals(lanes: &mut Lanes<'_>, out: &mut Output<'_>, code: &LitLen) -> usize
 }
 
 impl Deferred {
-    /// Reads the offset of the copy that a lane owes and does it. Everything before it is written:
-    /// copies are settled in the order of their places.
+    /// Reads the offset of the copy that a lane owes, and makes the copy. Everything before its
+    /// place has been written, because copies are settled in the order of their places.
     fn settle(
         &mut self,
         lanes: &mut Lanes<'_>,
@@ -267,7 +267,7 @@ impl Deferred {
         if offset >= len {
             out.dst.copy_within(from..from + len, start);
         } else {
-            // What has been written is repeated: twice as much each time.
+            // What has been written is repeated, which doubles it each time.
             let mut done = 0;
             while done < len {
                 let more = (offset + done).min(len - done);

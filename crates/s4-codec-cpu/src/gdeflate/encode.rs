@@ -1,4 +1,4 @@
-//! The encoder of a page: one block, in the cheapest way of writing it.
+//! The encoder of a page: one block, written in the cheapest way.
 
 use super::LANES;
 use super::code::{
@@ -42,7 +42,8 @@ fn stored(writer: &mut LaneWriter<'_>, src: &[u8]) {
     }
 }
 
-/// The symbol of literals and lengths, extra bits and their number, of a match's length.
+/// For the length of a match: its symbol in the code of literals and lengths, the extra bits, and
+/// their count.
 fn length_symbol(len: usize) -> (usize, u32, u32) {
     // The last entry is the general one of 16 bits, which the matches here never need.
     let at = LENGTHS[..28].partition_point(|(base, _)| usize::from(*base) <= len) - 1;
@@ -50,7 +51,7 @@ fn length_symbol(len: usize) -> (usize, u32, u32) {
     (257 + at, (len - usize::from(base)) as u32, u32::from(extra))
 }
 
-/// The symbol, extra bits and their number of an offset.
+/// For an offset: its symbol, the extra bits, and their count.
 fn offset_symbol(offset: usize) -> (usize, u32, u32) {
     let symbol = match offset {
         0..5 => offset.saturating_sub(1),
@@ -63,7 +64,7 @@ fn offset_symbol(offset: usize) -> (usize, u32, u32) {
     (symbol, (offset - usize::from(base)) as u32, u32::from(extra))
 }
 
-/// Both codes of a block, how they are written, and what the block will take.
+/// Both codes of a block, how they are written, and the size of the block.
 struct Plan {
     litlen: [u8; LITLEN],
     offsets: [u8; OFFSETS],
@@ -72,7 +73,7 @@ struct Plan {
 }
 
 impl Plan {
-    /// The cheaper of codes made for the items and the fixed ones.
+    /// The cheaper of the codes made for the items and the fixed codes.
     fn best(items: impl Iterator<Item = Item>) -> Self {
         let (mut litlen_counts, mut offset_counts) = ([0u32; LITLEN], [0u32; OFFSETS]);
         let mut extra_bits = 0;
@@ -118,7 +119,7 @@ impl Plan {
         codewords(&self.litlen, &mut litlen);
         codewords(&self.offsets, &mut offsets);
         let word = |symbol: usize| (u32::from(litlen[symbol]), u32::from(self.litlen[symbol]));
-        // The offset that each lane owes: bits and their number.
+        // The offset that each lane owes: bits and their count.
         let mut owed = [(0, 0); LANES];
         writer.first_lane();
         for item in items {
@@ -151,7 +152,7 @@ impl Plan {
     }
 }
 
-/// Writes the offsets that the lanes from the present one on owe, up to one that owes nothing.
+/// Writes the offsets that lanes owe, from the current lane up to one that owes nothing.
 fn settle(writer: &mut LaneWriter<'_>, owed: &mut [(u32, u32); LANES]) {
     loop {
         let (bits, count) = std::mem::take(&mut owed[writer.lane()]);
@@ -167,7 +168,7 @@ fn settle(writer: &mut LaneWriter<'_>, owed: &mut [(u32, u32); LANES]) {
 struct Header {
     litlen: usize,
     offsets: usize,
-    /// Symbol of the code of lengths, extra bits, their number.
+    /// Symbol of the code length code, extra bits, and their count.
     runs: Vec<(u8, u8, u8)>,
     lengths: [u8; 19],
     explicit: usize,
@@ -234,7 +235,7 @@ fn runs(lengths: &[u8]) -> Vec<(u8, u8, u8)> {
                 (_, 1 | 2) => ((run[0], 0, 0), 1),
                 (0, 3..11) => ((17, left as u8 - 3, 3), left),
                 (0, _) => ((18, left.min(138) as u8 - 11, 7), left.min(138)),
-                // Not 6 of 7 or 8: what is left would be too short for a run.
+                // Not 6 of 7 or 8: the rest would be too short for a run.
                 (_, 7 | 8) => ((16, 1, 2), 4),
                 _ => ((16, left.min(6) as u8 - 3, 2), left.min(6)),
             };

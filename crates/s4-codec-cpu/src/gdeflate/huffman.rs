@@ -6,7 +6,7 @@ use super::code::{LITLEN, MAX_BITS, count_lengths, first_codes};
 /// that do not occur have none, except that there are always at least two codewords.
 pub(super) fn lengths(counts: &[u32], lengths: &mut [u8], max: usize) {
     lengths.fill(0);
-    // (count, symbol), ascending: equal counts by symbol, so that the result is one of a kind.
+    // (count, symbol), ascending: equal counts are ordered by symbol, so that the result is unique.
     let mut used: Vec<(u32, u16)> = Vec::with_capacity(LITLEN);
     used.extend((0u16..).zip(counts).filter(|(_, c)| **c > 0).map(|(s, c)| (*c, s)));
     if used.len() < 2 {
@@ -61,7 +61,8 @@ fn tree_depths(used: &[(u32, u16)], max: usize) -> [u32; MAX_BITS + 1] {
 fn shorten(per_length: &mut [u32; MAX_BITS + 1], max: usize) {
     let mut used: u32 = (1..=max).map(|bits| per_length[bits] << (max - bits)).sum();
     while used > 1 << max {
-        // One of the longest moves beside the longest of the others, which gets a bit more.
+        // Moves one of the longest codewords next to the longest of the shorter ones, which gets
+        // one bit longer.
         per_length[max] -= 1;
         if let Some(bits) = (1..max).rev().find(|bits| per_length[*bits] > 0) {
             per_length[bits] -= 1;
@@ -120,7 +121,7 @@ mod tests {
 
     #[test]
     fn codewords_are_in_order() {
-        // The example of RFC 1951, section 3.2.2, with the bits turned round.
+        // The example of RFC 1951, section 3.2.2, with the bits reversed.
         let mut words = [0; 8];
         codewords(&[3, 3, 3, 3, 3, 2, 4, 4], &mut words);
         assert_eq!(words, [0b010, 0b110, 0b001, 0b101, 0b011, 0b00, 0b0111, 0b1111]);

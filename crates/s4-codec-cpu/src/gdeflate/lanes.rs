@@ -6,7 +6,7 @@ use super::LANES;
 /// Takes bits for each lane and lays out words.
 pub(super) struct LaneWriter<'a> {
     dst: &'a mut [u8],
-    /// Where the next word that a decoder takes will stand.
+    /// Position of the next word that a decoder takes.
     next: usize,
     lane: usize,
     lanes: [Lane; LANES],
@@ -40,13 +40,13 @@ impl<'a> LaneWriter<'a> {
         self.lane
     }
 
-    /// Appends the low `count` bits of `bits`, whose others are 0, to the lane. Between two calls of
-    /// [`Self::advance`] at most 32 bits are put.
+    /// Appends the low `count` bits of `bits` to the lane; the other bits must be 0. At most 32
+    /// bits may be put between two calls of [`Self::advance`].
     pub(super) fn put(&mut self, bits: u32, count: u32) {
         if count == 0 {
             return;
         }
-        // A decoder that took bits from a word takes the next word at once.
+        // As soon as a decoder takes bits from a word, it fetches the next word of the lane.
         let lane = &mut self.lanes[self.lane];
         let ahead = *lane.ahead.get_or_insert_with(|| {
             self.next += 4;
@@ -67,7 +67,7 @@ impl<'a> LaneWriter<'a> {
         }
     }
 
-    /// Goes on with the next lane.
+    /// Moves on to the next lane.
     pub(super) fn advance(&mut self) {
         self.lane = (self.lane + 1) % LANES;
     }

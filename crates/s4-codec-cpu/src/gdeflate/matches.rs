@@ -6,7 +6,7 @@ pub(super) struct Item(u32);
 
 /// Shortest match that is looked for: shorter ones rarely pay for their offset.
 const MIN: usize = 4;
-/// Longest match: what one symbol and 5 bits can say.
+/// Longest match: what one symbol and 5 bits can express.
 const MAX: usize = 258;
 /// Bits of the table's index.
 const HASH_BITS: u32 = 13;
@@ -30,11 +30,11 @@ impl Item {
     }
 }
 
-/// Spells `page`, at most 64 KiB, with the most recent match of each four bytes. Returns nothing if
-/// there are no matches.
+/// Spells `page`, at most 64 KiB, with the most recent match for each four bytes. Returns an empty
+/// list if there are no matches.
 pub(super) fn find(page: &[u8]) -> Vec<Item> {
     let mut items = Vec::with_capacity(page.len());
-    // Place + 1 of what was last seen with each hash.
+    // For each hash, the position where it was last seen, plus 1.
     let mut seen = vec![0u32; 1 << HASH_BITS];
     let mut at = 0;
     let mut any = false;
@@ -65,7 +65,7 @@ pub(super) fn find(page: &[u8]) -> Vec<Item> {
     items
 }
 
-/// How many bytes both start with, at most [`MAX`].
+/// The length of the common prefix, at most [`MAX`].
 fn common(a: &[u8], b: &[u8]) -> usize {
     a.iter().zip(b).take(MAX).take_while(|(a, b)| a == b).count()
 }

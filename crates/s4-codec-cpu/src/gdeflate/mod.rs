@@ -21,8 +21,8 @@ pub struct Gdeflate {
 }
 
 impl Gdeflate {
-    /// An encoder that codes literals only: all that mantissas and exponents have to give, and by
-    /// far the faster to decode. The default.
+    /// An encoder that codes literals only. On mantissas and exponents matches hardly gain
+    /// anything, and literals decode far faster. The default.
     pub fn entropy_only() -> Self {
         Self { matches: false }
     }
@@ -37,7 +37,8 @@ impl BlockCodec for Gdeflate {
     const ID: CodecId = CodecId::GDEFLATE;
     type State = ();
 
-    /// Nothing is coded in more bits than it takes to store it, and each lane may end with nearly two words unused.
+    /// Coding never takes more bits than storing, and each lane may end with nearly two words
+    /// unused.
     fn block_bound(len: usize) -> usize {
         len + 8 * LANES + 8
     }

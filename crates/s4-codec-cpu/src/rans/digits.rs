@@ -18,7 +18,7 @@ pub(super) fn reciprocal(freq: u16) -> (u16, u16) {
     ((scaled - (1 << 16)) as u16, shift as u16)
 }
 
-/// As [`reciprocal`] for a state as a whole and frequencies up to 4096: for every
+/// As [`reciprocal`], but for a whole state and frequencies up to 4096: for every
 /// `x < 2^24 * freq`, or `x < 2^20 * freq` if `freq` is above 256,
 ///
 /// ```text
@@ -48,7 +48,7 @@ mod tests {
                 assert!(sum < 1 << 32, "{x} / {freq}");
                 assert_eq!(sum >> shift, x / freq, "{x} / {freq}");
             };
-            // The error grows with x, so that it is largest, for each remainder, at the end.
+            // The error grows with x, so for each remainder it is largest at the end of the range.
             let top = (freq << bits) - 1;
             (0..4 * freq).for_each(|i| check(top - i));
             for q in (0..1 << bits).step_by(9973) {

@@ -1,4 +1,4 @@
-//! The kernels of both directions, in one table, and the choice among them.
+//! One table of the kernels for both directions, and the choice among them.
 
 use s4_format::{Error, Result};
 use s4_planes::Simd;
@@ -18,26 +18,26 @@ use super::{
 /// The segments of a stream, to be decoded.
 pub(super) struct Decoding<'a> {
     pub(super) stream: &'a Stream<'a>,
-    /// As many as symbols, each below the number of tables, or none if all are 0.
+    /// One for each symbol, each below the number of tables; empty if all are 0.
     pub(super) contexts: &'a [u8],
     pub(super) symbols: &'a mut [u8],
-    /// What each segment carries is appended to them.
+    /// What each segment carries is appended to this list.
     pub(super) carries: &'a mut Vec<Carry>,
 }
 
-/// Makes an encoder; `None` if these tables are not for it.
+/// Makes an encoder; `None` if it does not support these tables.
 type MakeEncoder = fn(&[Table]) -> Option<Encoder>;
 
-/// Decodes all segments; `None`, and nothing is done, if these tables are not for it.
+/// Decodes all segments; returns `None` and does nothing if it does not support these tables.
 ///
 /// # Safety
 /// The machine has the instructions, and the contexts are as [`Decoding`] says.
 type Decode = unsafe fn(&mut Decoding<'_>) -> Option<Result<()>>;
 
-/// A row of the table: what it is for, and its kernels, if it has any for that direction.
+/// A row of the table: the streams that it is for, and a kernel for each direction, if it has one.
 struct Row {
     precision: Precision,
-    /// Most tables of a stream.
+    /// The most tables that a stream may have.
     tables: usize,
     simd: Simd,
     encode: Option<MakeEncoder>,
@@ -125,7 +125,7 @@ fn rows(precision: Precision, tables: usize, simd: Simd) -> impl Iterator<Item =
     })
 }
 
-/// Whether a machine with one set of instructions has another.
+/// Whether a machine that has the instructions `simd` also has `other`.
 fn includes(simd: Simd, other: Simd) -> bool {
     simd == other || other == Simd::Scalar || (simd, other) == (Simd::Avx512, Simd::Avx2)
 }
@@ -144,8 +144,8 @@ pub(super) fn encoder(precision: Precision, simd: Simd, tables: &[Table]) -> Res
 /// `Corrupt` if a state or the number of words is wrong.
 pub(super) fn decode(precision: Precision, simd: Simd, job: &mut Decoding<'_>) -> Result<()> {
     let tables = job.stream.tables.len();
-    // SAFETY: the machine has the instructions, as `Rans::new` has checked; the contexts are as they
-    // should be, which the caller has checked.
+    // SAFETY: the machine has the instructions, as `Rans::new` has checked; the caller has checked
+    // the contexts.
     let run = |row: &Row| unsafe { row.decode?(job) };
     rows(precision, tables, simd).find_map(run).unwrap_or_else(|| Err(no_kernel()))
 }
@@ -224,8 +224,8 @@ unsafe fn decode_in_registers(job: &mut Decoding<'_>) -> Option<Result<()>> {
 /// Decodes two segments at a time with tables in memory.
 ///
 /// # Safety
-/// The machine has the decoder's instructions, the tables are of its precision and as many as it
-/// takes, and the contexts are as [`Decoding`] says.
+/// The machine has the decoder's instructions, the tables are of its precision and no more than it
+/// supports, and the contexts are as [`Decoding`] says.
 #[cfg(target_arch = "x86_64")]
 unsafe fn by_slots<D: pairs::Blocks>(job: &mut Decoding<'_>) -> Option<Result<()>> {
     let decoder = D::new(pairs::Slots::new(&job.stream.tables)?);

@@ -30,23 +30,24 @@ use part::Part;
 use state::State;
 use stream::{CARRY_LEN, COUNT_LEN, LONG_SEGMENT_LOG2, SEGMENT_LOG2, START, STATES_LEN, Stream};
 
-/// Sparse streams of more symbols have long segments: enough of them are left to run side by side, and
-/// the symbols take so few bits that the price of a segment tells.
+/// Sparse streams of more symbols than this have long segments: there are still enough of them to
+/// run side by side, and symbols take so few bits that the fixed cost of a segment matters.
 const LONG_STREAM: usize = 1 << 16;
 
 /// Codec `rans` (docs/codecs/rans.md).
 ///
-/// Encodes with the tensor's shared tables if the context has any, otherwise with tables of its
-/// own that stand in the stream: one, or one for each context byte that occurs. If it may choose, it
-/// takes those that make the stream smaller, by an estimate. Streams carry the end of the one behind.
+/// Encodes with the tensor's shared tables if the context has any, otherwise with its own tables,
+/// stored in the stream: one, or one for each context up to the largest that occurs. If it may
+/// choose, it takes those with which it estimates a smaller stream. Streams carry the end of the
+/// stream after them.
 #[derive(Debug, Clone, Copy)]
 pub struct Rans {
     simd: Simd,
-    /// Symbols of a segment that is written, as a power of two.
+    /// Symbols of a segment that the encoder writes, as a power of two.
     segment_log2: u8,
 }
 
-/// The tables that a stream is coded with, and where they stand.
+/// The tables that a stream is coded with, and where they are stored.
 #[derive(Debug, Clone, Copy)]
 pub struct Tables<'a> {
     /// 1 to [`MAX_TABLES`] tables of one precision.
@@ -63,20 +64,20 @@ impl Rans {
     }
 
     /// Encodes into segments of twice the length. A segment costs 36 or 98 bytes, whatever its
-    /// symbols take, so this pays where they take little; fewer segments run side by side.
+    /// symbols take, so this pays where they take little; but fewer segments can run side by side.
     #[must_use]
     pub fn with_long_segments(self) -> Self {
         Self { segment_log2: LONG_SEGMENT_LOG2, ..self }
     }
 
-    /// How many bytes of the stream behind it a stream of `len` symbols carries.
+    /// How many bytes of the following stream a stream of `len` symbols carries.
     pub fn carry_len(&self, len: usize) -> usize {
         len.div_ceil(1 << self.segment_log2) * CARRY_LEN
     }
 
     /// Encodes `symbols` with given tables, as [`Codec::encode`] does with those that it chooses.
     /// `contexts` names the table of each symbol; empty if all use the first. `carry` is what the
-    /// stream carries along: nothing, or [`Rans::carry_len`] bytes.
+    /// stream carries: nothing, or [`Rans::carry_len`] bytes.
     ///
     /// # Errors
     /// `Limit` if `dst` is smaller than [`Codec::bound`], there are more than 2^32 - 1 symbols, or
@@ -108,8 +109,8 @@ impl Rans {
         Ok(Encoded { len, carried: carry.len(), shared: place == TablePlace::Shared })
     }
 
-    /// Writes the segments from the second place on and their word counts to the first; returns the
-    /// end.
+    /// Writes the word counts from the first of the two places on and the segments from the second;
+    /// returns the end.
     fn encode_segments(
         &self,
         tables: &[Table],

@@ -18,7 +18,7 @@ const SAMPLE: usize = 64;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counts {
     of: [u64; 256],
-    /// Whether nothing but the counted symbols occurs.
+    /// Whether the data holds only the counted symbols.
     complete: bool,
 }
 
@@ -50,7 +50,7 @@ impl Counts {
         counts
     }
 
-    /// Counts of some pieces of a stream, as a part of it.
+    /// Counts of some pieces of a stream, marked as [`Counts::partial`].
     pub fn of_pieces<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Self {
         let mut parts = [[0u32; 256]; 8];
         pieces.for_each(|piece| count(piece, &mut parts));
@@ -65,7 +65,8 @@ impl Counts {
         Self::in_contexts(std::iter::once(0..symbols.len()), symbols, contexts, tables)
     }
 
-    /// As [`Counts::of_all_in_contexts`], at the positions that are counted without contexts too.
+    /// As [`Counts::of_all_in_contexts`], but sampled at the same positions as
+    /// [`Counts::of_stream`].
     pub(crate) fn of_contexts(symbols: &[u8], contexts: &[u8], tables: usize) -> Vec<Self> {
         let mut counts = Self::in_contexts(sampled(symbols.len()), symbols, contexts, tables);
         let complete = symbols.len() <= COUNT_ALL;
@@ -79,7 +80,7 @@ impl Counts {
         contexts: &[u8],
         tables: usize,
     ) -> Vec<Self> {
-        // In two parts, so that runs of a symbol wait less for each other.
+        // In two parts, so that the increments in a run of one symbol wait less for each other.
         let mut parts = vec![[[0u32; 256]; 2]; tables];
         for range in ranges {
             let pairs = symbols[range.clone()].iter().zip(&contexts[range]);
@@ -112,7 +113,7 @@ impl Counts {
         }
     }
 
-    /// Marks the counts as those of a part of the data: a table made of them has an escape for
+    /// Marks the counts as those of a part of the data: a table made from them has an escape for
     /// what was not counted.
     #[must_use]
     pub fn partial(mut self) -> Self {
@@ -120,7 +121,7 @@ impl Counts {
         self
     }
 
-    /// Of nothing counted, makes counts whose table is short, and codes any symbol.
+    /// If nothing was counted, makes these counts give a short table that can code any symbol.
     pub fn expect_any(&mut self) {
         if self.total() == 0 {
             self.add_symbol(0, 1);
@@ -171,7 +172,8 @@ impl Counts {
         entries
     }
 
-    /// The symbols that get slots, in ascending order, into `kept`, which is empty. Gives the frequency of the escape.
+    /// Puts the symbols that get slots into `kept`, which is empty, in ascending order. Returns the
+    /// frequency of the escape.
     fn choose(&self, precision: Precision, kept: &mut Kept) -> u32 {
         let n = self.total();
         let total = u64::from(precision.total());
@@ -218,7 +220,7 @@ impl Kept {
         self.len += 1;
     }
 
-    /// Drops the rarest symbol, of equal ones the largest.
+    /// Drops the rarest symbol; of equally rare ones, the largest.
     fn drop_rarest(&mut self) {
         let rarest = (0..self.len).rev().min_by_key(|&i| self.counts[i]);
         if let Some(i) = rarest {
@@ -229,8 +231,8 @@ impl Kept {
     }
 }
 
-/// Shares `total` slots among the kept symbols: in proportion to their counts, rounded, then
-/// single slots moved where they help most.
+/// Shares `total` slots among the kept symbols: in proportion to their counts, rounded, then single
+/// slots are moved where they help most.
 fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     let counts = &kept.counts[..kept.len];
     let entries = &mut kept.entries[..kept.len];
@@ -245,7 +247,8 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     if entries.is_empty() {
         return entries;
     }
-    // What a slot more is worth to each symbol, or one less costs it, the best on top. Of equals it is the smallest symbol.
+    // How much each symbol gains from one more slot, or loses with one less, with the best choice
+    // on top. Of equal ones, that is the smallest symbol.
     if sum < total {
         let gain = |i: usize, freq: u16| counts[i] * 4096 / (2 * u64::from(freq) + 1);
         let worth = |(i, entry): (usize, &TableEntry)| (gain(i, entry.freq), Reverse(i));
@@ -259,7 +262,7 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
         }
     } else if sum > total {
         let loss = |i: usize, freq: u16| counts[i] * 4096 / (2 * u64::from(freq) - 1);
-        // Every symbol keeps one.
+        // Every symbol keeps at least one slot.
         let several = entries.iter().enumerate().filter(|(_, entry)| entry.freq > 1);
         let worth = several.map(|(i, entry)| Reverse((loss(i, entry.freq), i)));
         let mut least = BinaryHeap::from_iter(worth);
@@ -277,16 +280,16 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     entries
 }
 
-/// Divides by one number, many times: by a multiplication, where both are below 2^32 (D. Lemire, O. Kaser, N. Kurz, "Faster
-/// remainder by direct computation", 2019).
+/// Divides by the same number many times: with a multiplication, where both numbers are below 2^32
+/// (D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation", 2019).
 struct Divisor {
     by: u64,
-    /// 2^64 divided by it, rounded up; 0: 2^64 itself.
+    /// 2^64 divided by `by`, rounded up; 0 stands for 2^64 itself.
     inverse: u64,
 }
 
 impl Divisor {
-    /// `by`: not 0.
+    /// A divisor by `by`, which must not be 0.
     fn new(by: u64) -> Self {
         Self { by, inverse: (u64::MAX / by).wrapping_add(1) }
     }
@@ -312,8 +315,8 @@ fn sampled(len: usize) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Adds to counts that are kept in eight parts, so that runs of a symbol do not wait for each
-/// other.
+/// Adds to counts that are kept in eight parts, so that the increments in a run of one symbol do
+/// not wait for each other.
 fn count(symbols: &[u8], parts: &mut [[u32; 256]; 8]) {
     let (groups, rest) = symbols.as_chunks::<8>();
     for group in groups {
@@ -335,7 +338,7 @@ pub fn entropy(counts: &Counts) -> u64 {
 
 /// As [`entropy`], of counts of any symbols.
 pub fn entropy_of<T: Copy + Into<u64>>(counts: &[T]) -> u64 {
-    // Counts are scaled down to what `log2` takes, exactly as far as they have to be.
+    // Counts are scaled down to the range of `log2`, and no further than needed.
     let counts = counts.iter().map(|&n| n.into());
     let total: u64 = counts.clone().sum();
     let scale = 64u32.saturating_sub(total.leading_zeros()).saturating_sub(16);
@@ -349,16 +352,17 @@ pub fn entropy_of<T: Copy + Into<u64>>(counts: &[T]) -> u64 {
     sum.fold(0, u64::saturating_add).div_ceil(256)
 }
 
-/// Bits, rounded up, that coding data with these counts takes with a table, without the table,
-/// states and padding; `u64::MAX` if a symbol that was counted cannot be coded.
+/// The bits, rounded up, that data with these counts takes when coded with `table`, not counting
+/// the table itself, states and padding; `u64::MAX` if a counted symbol cannot be coded.
 ///
-/// A symbol in the table costs `P - log2(freq)` bits, another one 8 more than the escape. The
+/// A symbol in the table costs `P - log2(freq)` bits, any other 8 more than the escape. The
 /// logarithms are fixed-point with 8 fractional bits, rounded to the nearest.
 pub fn cost(counts: &Counts, table: &Table) -> u64 {
     cost_of(counts, table.precision(), table.entries(), table.escape().into())
 }
 
-/// As [`cost`], with the table of other counts, which is not made: its bytes are the second number.
+/// As [`cost`], with the table that `expected` would give, without making it. The second number is
+/// the size of that table in bytes.
 pub fn cost_with(counts: &Counts, expected: &Counts, precision: Precision) -> (u64, usize) {
     let mut kept = Kept::default();
     let entries = &*expected.entries(precision, &mut kept);
@@ -402,7 +406,7 @@ const fn log2(v: u32) -> u32 {
     ((whole << 9 | fraction((v as u64) << (31 - whole))) + 1) >> 1
 }
 
-/// As [`log2`], by a look at [`STEPS`].
+/// As [`log2`], by a look-up in [`STEPS`].
 fn fast_log2(v: u32) -> u32 {
     let v = v.clamp(1, u32::from(u16::MAX));
     let whole = v.ilog2();
@@ -413,8 +417,8 @@ fn fast_log2(v: u32) -> u32 {
     ((whole << 9 | (u32::from(first) + steps)) + 1) >> 1
 }
 
-/// For each of 512 parts of the mantissas: their fraction at its start, and the 1.15 mantissas after which it grows
-/// by one each, if that is within the part.
+/// For each of 512 parts of the range of mantissas: the logarithm's fraction at its start, and the
+/// 1.15 mantissas within the part after which the fraction grows by one.
 static STEPS: Steps = Steps({
     let mut table = [(0, [u16::MAX; 2]); 512];
     let mut part = 0;
@@ -424,7 +428,7 @@ static STEPS: Steps = Steps({
         table[part].0 = first as u16;
         let mut step = 0;
         while step < 2 {
-            // The last mantissa without a larger fraction is `low` at least, and below `high`.
+            // The last mantissa without a larger fraction is at least `low`, and below `high`.
             let (mut low, mut high) = (start, start + 64);
             while high - low > 1 {
                 let middle = (low + high) / 2;
@@ -493,7 +497,8 @@ mod tests {
         }
     }
 
-    /// Every slot is given, or taken, where it helps most, found anew each time.
+    /// The reference: every slot is given, or taken, where it helps most, with a new search each
+    /// time.
     fn share_slowly(counts: &[u64], total: u32) -> Vec<u16> {
         let m: u64 = counts.iter().sum();
         let first = |c: &u64| ((2 * c * u64::from(total) + m) / (2 * m)).max(1);
@@ -523,7 +528,7 @@ mod tests {
                 kept.push(symbol as u8, 1 + (state >> 40) % (1 << (1 + round % 20)));
             }
             let counts = kept.counts[..len].to_vec();
-            // Each symbol that is kept has a slot.
+            // There is a slot for each symbol that is kept.
             for total in [256, 255, 4096].into_iter().filter(|total| *total as usize >= len) {
                 let mut kept = Kept { len, counts: kept.counts, ..Kept::default() };
                 let freqs: Vec<u16> = share(&mut kept, total).iter().map(|e| e.freq).collect();

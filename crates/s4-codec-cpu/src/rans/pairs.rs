@@ -1,5 +1,5 @@
-//! Decoding two segments at a time with tables in memory: all but the vector instructions. A step
-//! must wait for the one before it, but not for those of another segment.
+//! Decoding two segments at a time with tables in memory: everything but the vector instructions. A
+//! step must wait for the one before it in its segment, but not for steps of another segment.
 
 use s4_format::{Error, Result};
 
@@ -10,7 +10,8 @@ use super::words::{Spare, Words};
 
 /// What each slot of each table stands for.
 pub(super) struct Slots {
-    /// Frequency, with `P = 12` less one (12 bits), place among the symbol's slots (12 bits), symbol (8 bits).
+    /// Frequency, minus one if `P = 12` (12 bits), position among the symbol's slots (12 bits),
+    /// symbol (8 bits).
     pub(super) all: Vec<u32>,
     /// What stands for escapes, if a table has one.
     pub(super) escapes: Option<Escapes>,
@@ -18,15 +19,15 @@ pub(super) struct Slots {
 
 /// What stands for the escape of each table.
 pub(super) struct Escapes {
-    /// A byte that is none of its symbols.
+    /// A byte that is not one of the table's symbols.
     pub(super) markers: [u8; MAX_TABLES],
-    /// All bits set, if it has an escape.
+    /// All bits set if the table has an escape, otherwise 0.
     pub(super) present: [u8; MAX_TABLES],
 }
 
 impl Slots {
-    /// The slots of some tables of one precision; `None` if one has an escape, and every byte as a symbol, so that none
-    /// could stand for the escape.
+    /// The slots of some tables of one precision; `None` if a table has both an escape and every
+    /// byte as a symbol, so that no byte is left to stand for the escape.
     pub(super) fn new(tables: &[Table]) -> Option<Self> {
         let precision = tables.first()?.precision();
         let less = u32::from(precision == Precision::P12);
@@ -51,7 +52,7 @@ impl Slots {
     }
 }
 
-/// A segment to be decoded into `symbols`. Contexts are as many, or none if all are 0.
+/// A segment to be decoded into `symbols`. There are as many contexts, or none if all are 0.
 pub(super) struct SegmentJob<'a> {
     pub(super) segment: Segment<'a>,
     pub(super) contexts: &'a [u8],
@@ -93,7 +94,8 @@ impl<'a> SegmentDecoder<'a> {
         Ok(block)
     }
 
-    /// Puts the symbols that follow a block in the places of its escapes, which have a bit each.
+    /// Puts the symbols that follow a block in the places of its escapes. `escapes` has a bit set
+    /// for each escape.
     ///
     /// # Safety
     /// - As for [`Words::as_slice`].
@@ -118,7 +120,7 @@ fn no_block() -> Error {
     Error::limit("rans: no room for a block")
 }
 
-/// Vector instructions that decode.
+/// A decoder in one set of vector instructions.
 pub(super) trait Blocks {
     /// The decoder for these slots.
     fn new(slots: Slots) -> Self;
@@ -126,8 +128,9 @@ pub(super) trait Blocks {
     /// Decodes `blocks` blocks of each segment.
     ///
     /// # Safety
-    /// - The machine has the instructions, and the tables are those that they are for.
-    /// - The words and the spare of each segment are there; contexts are below the number of tables.
+    /// - The machine has the instructions, and the decoder supports the tables.
+    /// - The words and the spare of each segment are valid; contexts are below the number of
+    ///   tables.
     unsafe fn blocks<const N: usize>(
         &self,
         segments: [&mut SegmentDecoder<'_>; N],
@@ -141,7 +144,7 @@ pub(super) trait Blocks {
 /// `Corrupt` if a state or the number of words is wrong.
 ///
 /// # Safety
-/// - The machine has the instructions, and the tables are those that they are for.
+/// - The machine has the instructions, and the decoder supports the tables.
 /// - Contexts are below the number of tables.
 pub(super) unsafe fn decode<'a>(
     decoder: &impl Blocks,
@@ -153,7 +156,7 @@ pub(super) unsafe fn decode<'a>(
         let mut segment = SegmentDecoder::new(job, &mut spare)?;
         let mut other =
             jobs.next().map(|job| SegmentDecoder::new(job, &mut other_spare)).transpose()?;
-        // SAFETY: the segments and the spares are there; the rest is as for this function.
+        // SAFETY: the segments and the spares are valid; the rest is as for this function.
         unsafe {
             if let Some(other) = &mut other {
                 let both = segment.blocks().min(other.blocks());

@@ -7,11 +7,11 @@ pub(super) struct Part<'a> {
     pub(super) symbols: &'a [u8],
     /// The table of each symbol; empty if all use the first.
     pub(super) contexts: &'a [u8],
-    /// States to start with: 2^16, and the word that the lane carries.
+    /// The states to start with: 2^16 plus the word that each lane carries.
     pub(super) start: [u32; LANES],
     /// Where the final states go.
     pub(super) states: &'a mut [u8; STATES_LEN],
-    /// Where the words go: at the end. As long as `stream::max_words_len` says.
+    /// Where the words go, ending at its end. As long as `stream::max_words_len` says.
     pub(super) words: &'a mut [u8],
     /// Bytes of words that were written.
     pub(super) len: usize,
@@ -19,7 +19,7 @@ pub(super) struct Part<'a> {
 
 #[cfg(target_arch = "x86_64")]
 impl Part<'_> {
-    /// The last block, padded, if the symbols do not fill it.
+    /// The last block, padded, or `None` if the symbols fill it.
     pub(super) fn last_block(&self, padding: u8) -> Option<[u8; super::stream::BLOCK]> {
         use super::scalar::block_at;
         use super::stream::BLOCK;

@@ -8,14 +8,14 @@ use super::part::Part;
 use super::stream::{BLOCK, CARRY_LEN, Carry, LANES, RUN, START, Segment};
 use super::table::Table;
 
-/// What the encoder needs of a symbol.
+/// What the encoder needs to know about a symbol.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Code {
     /// Frequency of the symbol, or of the escape if it has none.
     freq: u16,
     /// Its first slot.
     start: u16,
-    /// What divides by the frequency (see `digits`).
+    /// With `shift`, divides by the frequency (see `digits`).
     multiplier: u32,
     shift: u8,
     escaped: bool,
@@ -105,8 +105,8 @@ struct Words<'a> {
 impl Words<'_> {
     /// Emits the low half of `x` if `x` has reached `limit`.
     fn renormalise(&mut self, x: u32, limit: u64) -> u32 {
-        // Free of branches, because whether it has cannot be foretold: a word that is not emitted
-        // is overwritten by the next one.
+        // Branch-free, because it is unpredictable whether it has: a word that is not emitted is
+        // overwritten by the next one.
         let full = u64::from(x) >= limit;
         self.bytes[self.at - 2..self.at].copy_from_slice(&(x as u16).to_le_bytes());
         self.at -= 2 * usize::from(full);
@@ -114,8 +114,8 @@ impl Words<'_> {
     }
 }
 
-/// The escapes of a block: the last round first. `marks` has a bit for each symbol of each lane
-/// that is escaped.
+/// Encodes the escapes of a block, the last round first. `marks` has a bit for each escaped symbol
+/// of each lane.
 fn encode_escapes(
     x: &mut [u32; LANES],
     block: &[u8; BLOCK],
@@ -182,12 +182,12 @@ fn encode_steps<const P: u32>(x: &mut [u32; LANES], codes: &[Code; BLOCK], words
     }
 }
 
-/// What the decoder needs of a slot.
+/// What the decoder needs to know about a slot.
 #[derive(Debug, Clone, Copy, Default)]
 struct Slot {
     /// Frequency of the symbol that owns the slot.
     freq: u16,
-    /// The slot's place among those of the symbol.
+    /// The slot's position among those of the symbol.
     bias: u16,
     symbol: u8,
     escape: bool,
@@ -281,8 +281,8 @@ impl Decoder {
     }
 }
 
-/// Replaces the escapes of a block by the symbols that follow it. Only lanes that are served can
-/// need a word.
+/// Replaces the escapes of a block by the symbols that follow it. In each round, only lanes with
+/// escapes left can need a word.
 pub(super) fn decode_escapes(
     x: &mut [u32; LANES],
     words: &mut &[[u8; 2]],
@@ -308,8 +308,8 @@ fn too_few() -> Error {
     Error::corrupt("rans segment with too few words")
 }
 
-/// Gives a word to every lane that is below 2^16. Free of branches, because which lanes these are
-/// cannot be foretold.
+/// Gives a word to every lane whose state is below 2^16. Branch-free, because it is unpredictable
+/// which lanes these are.
 fn refill(x: &mut [u32; LANES], words: &mut &[[u8; 2]]) -> Result<()> {
     let taken = x.iter().filter(|&&x| x < START).count();
     let Some((now, later)) = words.split_at_checked(taken) else {
@@ -327,7 +327,7 @@ fn refill(x: &mut [u32; LANES], words: &mut &[[u8; 2]]) -> Result<()> {
 }
 
 /// Checks the end of a segment: all states are back where the encoder started, and `left`, the
-/// number of words that were not taken, is 0. Returns the words that the states carried.
+/// number of words that were not used, is 0. Returns the words that the states carried.
 pub(super) fn check_end(x: &[u32; LANES], left: usize) -> Result<Carry> {
     if x.iter().any(|x| x >> 16 != 1) {
         return Err(Error::corrupt("rans states do not end where they started"));

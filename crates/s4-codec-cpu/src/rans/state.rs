@@ -14,10 +14,10 @@ const CACHED: usize = 8;
 /// Memory of one thread.
 #[derive(Default)]
 pub(super) struct State {
-    /// What each segment of the stream that is decoded carries.
+    /// What each segment of the stream being decoded carries.
     pub(super) carries: Vec<Carry>,
     cache: TableCache,
-    /// For each context the counts of the stream that is encoded, and tables of its own.
+    /// For each context, the counts of the stream being encoded, and the stream's own table.
     counts: Vec<Counts>,
     own: Vec<Table>,
 }
@@ -27,12 +27,12 @@ pub(super) struct State {
 #[derive(Default)]
 struct TableCache {
     sets: Vec<(Vec<u8>, Vec<Table>)>,
-    /// The set that makes room for the next one.
+    /// The set that the next one replaces.
     oldest: usize,
 }
 
 impl TableCache {
-    /// The tables that `bytes` hold.
+    /// The tables in `bytes`.
     fn get(&mut self, precision: Precision, bytes: &[u8]) -> Result<&[Table]> {
         let same = |(read, tables): &(Vec<u8>, Vec<Table>)| {
             read == bytes && tables.first().is_some_and(|table| table.precision() == precision)
@@ -55,8 +55,8 @@ impl State {
     /// The tables that a stream of `symbols` is coded with.
     ///
     /// # Errors
-    /// Those of [`parse_tables`]; `Limit` if there are contexts of another number than symbols, or
-    /// too large ones.
+    /// Those of [`parse_tables`]; `Limit` if there are contexts but not one for each symbol, or if
+    /// one is too large.
     pub(super) fn tables(
         &mut self,
         precision: Precision,
@@ -91,7 +91,7 @@ fn count(symbols: &Symbols<'_>, counts: &mut Vec<Counts>) -> Result<()> {
         *counts = Counts::of_contexts(bytes, contexts, tables);
         counts.iter_mut().for_each(Counts::expect_any);
     } else if symbols.sparse {
-        // Many of them are rare, and all take few bits: a sample would not do.
+        // Many symbols are rare, and all of them take few bits: a sample would be too coarse.
         counts.push(Counts::of_all(bytes));
     } else {
         counts.push(Counts::of_stream(bytes));
@@ -99,7 +99,7 @@ fn count(symbols: &Symbols<'_>, counts: &mut Vec<Counts>) -> Result<()> {
     Ok(())
 }
 
-/// Whether a stream is smaller with shared tables than with its own.
+/// Whether a stream is smaller with shared tables than with its own, by estimate.
 fn is_cheaper(shared: &[Table], own: &[Table], counts: &[Counts], symbols: usize) -> bool {
     if shared.len() < counts.len() {
         return false;

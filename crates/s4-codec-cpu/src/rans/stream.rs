@@ -4,7 +4,7 @@ use s4_format::{Error, Result};
 
 use super::table::{MAX_TABLES, Precision, Table, check_tables, parse_tables};
 
-/// States of a segment, and so symbols of one step.
+/// States of a segment, and therefore symbols of one step.
 pub(super) const LANES: usize = 32;
 /// Consecutive symbols that one lane owns in a block.
 pub(super) const RUN: usize = 8;
@@ -12,11 +12,12 @@ pub(super) const RUN: usize = 8;
 pub(super) const BLOCK: usize = LANES * RUN;
 /// Symbols of a segment that encoders write by default, as a power of two.
 pub(super) const SEGMENT_LOG2: u8 = 14;
-/// The longest segments that there are.
+/// Symbols of the longest segments, as a power of two.
 pub(super) const LONG_SEGMENT_LOG2: u8 = 15;
 /// Bytes that the states of a segment take.
 pub(super) const STATES_LEN: usize = 4 * LANES;
-/// Where states start in the encoder and end in the decoder, without the word that they carry.
+/// The value that states start with in the encoder and end with in the decoder, apart from the word
+/// that they carry.
 pub(super) const START: u32 = 1 << 16;
 /// Bytes that the states of a segment carry.
 pub(super) const CARRY_LEN: usize = 2 * LANES;
@@ -30,7 +31,7 @@ const ALIGN: usize = 4;
 /// Bytes of a segment's number of words.
 pub(super) const COUNT_LEN: usize = 2;
 
-/// Where the tables of a stream stand.
+/// Where the tables of a stream are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TablePlace {
     /// In the stream.
@@ -39,8 +40,8 @@ pub enum TablePlace {
     Shared,
 }
 
-/// Most words that one lane emits in one block: one for each renormalisation of its symbols, and
-/// one for every second escape, because an escape's value takes 8 bits.
+/// The most words that one lane emits in one block: one for each renormalisation of its symbols,
+/// and one for every second escape, because an escape's value takes 8 bits.
 fn max_words(precision: Precision) -> usize {
     match precision {
         Precision::P8 => RUN / 2 + RUN / 2,
@@ -48,7 +49,7 @@ fn max_words(precision: Precision) -> usize {
     }
 }
 
-/// Bytes of the words of a segment of `symbols` symbols, at most.
+/// The most bytes that the words of a segment of `symbols` symbols take.
 pub(super) fn max_words_len(precision: Precision, symbols: usize) -> usize {
     symbols.div_ceil(BLOCK) * LANES * max_words(precision) * 2
 }
@@ -56,7 +57,7 @@ pub(super) fn max_words_len(precision: Precision, symbols: usize) -> usize {
 /// The size of the longest stream of `len` symbols, whatever its tables and contexts.
 pub(super) fn bound(precision: Precision, segment_log2: u8, len: usize) -> usize {
     let segment = 1 << segment_log2;
-    // Tables may hold symbols that do not occur: those of smoothed counts do.
+    // Tables may hold symbols that do not occur, as tables from smoothed counts do.
     let tables = MAX_TABLES * (4 + 256 * (1 + precision.freq_len()));
     let segments = len.div_ceil(segment);
     let words =
@@ -65,7 +66,7 @@ pub(super) fn bound(precision: Precision, segment_log2: u8, len: usize) -> usize
 }
 
 /// Writes header, tables (unless shared) and zeros for the word counts. Returns where the word
-/// counts stand and where the first segment starts. `dst` has at least [`bound`] bytes.
+/// counts are and where the first segment starts. `dst` has at least [`bound`] bytes.
 pub(super) fn write_head(
     symbols: u32,
     segment_log2: u8,
@@ -103,7 +104,7 @@ pub(super) fn pad(at: usize, dst: &mut [u8]) -> usize {
     next
 }
 
-/// A stream whose head was read and whose segments are known to lie inside of it.
+/// A stream whose head has been read and whose segments are known to lie within it.
 #[derive(Debug)]
 pub(super) struct Stream<'a> {
     /// The whole stream.
@@ -127,7 +128,8 @@ pub(super) struct Stream<'a> {
 pub(super) struct Segment<'a> {
     /// States, lane 0 first.
     pub(super) states: &'a [u8; STATES_LEN],
-    /// The stream from the segment's words on: decoders may read past the words, not past this.
+    /// The stream from the segment's words on: decoders may read past the words, but not past the
+    /// end of this.
     pub(super) tail: &'a [u8],
     /// Number of words.
     pub(super) words: usize,

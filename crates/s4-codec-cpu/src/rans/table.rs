@@ -2,7 +2,7 @@
 
 use s4_format::{Error, Result};
 
-/// Most tables that one stream may use.
+/// The most tables that one stream may use.
 pub const MAX_TABLES: usize = 16;
 
 /// Probability bits of a stream: the parameter `P` of docs/codecs/rans.md.
@@ -94,7 +94,7 @@ impl Table {
         Ok(Self::of_valid(precision, entries))
     }
 
-    /// A table of entries that are as [`Table::new`] demands.
+    /// A table of entries that are known to be as [`Table::new`] requires.
     pub(crate) fn of_valid(precision: Precision, entries: &[TableEntry]) -> Self {
         let sum: u32 = entries.iter().map(|entry| u32::from(entry.freq)).sum();
         let mut table = Self {
@@ -171,7 +171,7 @@ impl Table {
         self.precision
     }
 
-    /// Frequency of the escape; it owns the slots from 0.
+    /// Frequency of the escape, which owns the slots from 0 on.
     pub fn escape(&self) -> u16 {
         self.escape
     }
@@ -190,7 +190,7 @@ impl Table {
         })
     }
 
-    /// What blocks that are not full are padded with.
+    /// The symbol that blocks that are not full are padded with.
     pub(crate) fn padding(&self) -> u8 {
         self.entries().last().map_or(0, |entry| entry.symbol)
     }
@@ -206,7 +206,7 @@ impl std::fmt::Debug for Table {
     }
 }
 
-/// Bytes that a table of so many entries takes in a stream.
+/// Bytes that a table of `entries` entries takes in a stream.
 pub(super) fn encoded_len(precision: Precision, entries: usize) -> usize {
     4 + entries * (1 + precision.freq_len())
 }

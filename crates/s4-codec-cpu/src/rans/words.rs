@@ -23,7 +23,7 @@ impl Spare {
 /// what follows it; `next <= end` after every successful [`Words::check`].
 #[derive(Clone, Copy)]
 pub(super) struct Words {
-    /// The next word. A decoder advances it by what it took.
+    /// The next word. A decoder advances it past the words that it took.
     pub(super) next: *const u8,
     /// The end of the segment's words.
     end: *const u8,
@@ -40,7 +40,7 @@ impl Words {
         Self { next: range.start, end, limit: range.end, spare }
     }
 
-    /// The same place with another spare, for reading the same words twice.
+    /// The same position with another spare, for reading the same words twice.
     pub(super) fn with_spare(self, spare: *mut Spare) -> Self {
         Self { spare, ..self }
     }
@@ -48,8 +48,8 @@ impl Words {
     /// Makes sure that the next `bytes` bytes may be read.
     ///
     /// # Safety
-    /// - The segment and the spare given to [`Words::new`] are still there, and no reference to
-    ///   the spare is in use.
+    /// - The segment and the spare given to [`Words::new`] are still valid, and no reference to the
+    ///   spare is in use.
     /// - `next <= end`, as [`Words::check`] has found, and `bytes <= MAX_AHEAD`.
     #[inline]
     pub(super) unsafe fn ensure(&mut self, bytes: usize) {
@@ -69,9 +69,9 @@ impl Words {
         let left = (self.end as usize) - (self.next as usize);
         debug_assert!(left < MAX_AHEAD);
         let mut copy = Spare::NEW;
-        // SAFETY: `left` bytes from `next` on are the rest of the segment's words, in the stream
-        // or already in the spare; fewer than MAX_AHEAD, so that they fit into `copy`. The spare
-        // is there and not referred to.
+        // SAFETY: `left` bytes from `next` on are the rest of the segment's words, in the stream or
+        // already in the spare; fewer than MAX_AHEAD, so that they fit into `copy`. The spare is
+        // valid, and there is no reference to it.
         unsafe {
             std::ptr::copy_nonoverlapping(self.next, copy.0.as_mut_ptr(), left);
             *self.spare = copy;
@@ -92,16 +92,16 @@ impl Words {
         Ok(())
     }
 
-    /// Lets `take` take words from what is left of the segment's.
+    /// Lets `take` take words from those that are left of the segment.
     ///
     /// # Safety
-    /// - The segment and the spare given to [`Words::new`] are still there.
+    /// - The segment and the spare given to [`Words::new`] are still valid.
     /// - [`Words::check`] has succeeded.
     pub(super) unsafe fn as_slice<T>(
         &mut self,
         take: impl FnOnce(&mut &[[u8; 2]]) -> Result<T>,
     ) -> Result<T> {
-        // SAFETY: the words from `next` to `end` lie in the stream or in the spare, which no one
+        // SAFETY: the words from `next` to `end` lie in the stream or in the spare, which nothing
         // writes to in the meantime.
         let mut rest =
             unsafe { std::slice::from_raw_parts(self.next.cast::<[u8; 2]>(), self.left()) };

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// Folder of the test data; `S4_TESTDATA` names another one than that of the source tree.
+/// Folder of the test data: `S4_TESTDATA` if it is set, otherwise that of the source tree.
 pub(crate) fn folder() -> PathBuf {
     let own = || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata"));
     std::env::var_os("S4_TESTDATA").map_or_else(own, PathBuf::from)

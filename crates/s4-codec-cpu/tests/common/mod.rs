@@ -3,7 +3,7 @@
 use s4_codec_cpu::rans::{Precision, Tables};
 use s4_codec_cpu::{Codec, Context, Rans, Simd, Workspace};
 
-/// Numbers of 31 bits without a pattern.
+/// Pseudorandom numbers of 31 bits.
 pub(crate) fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
     let mut x = seed;
     std::iter::repeat_with(move || {
@@ -13,7 +13,7 @@ pub(crate) fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
     .take(len)
 }
 
-/// Symbols around `middle`, each half as frequent as the one before, one in `rarity` any other.
+/// Symbols around `middle`, each half as frequent as the one before, and one in `rarity` arbitrary.
 pub(crate) fn skewed(len: usize, middle: u8, rarity: u64) -> Vec<u8> {
     let symbol = |x: u64| match x % rarity {
         0 => (x >> 20) as u8,

@@ -1,4 +1,4 @@
-//! Blocks of host memory, coded on the device in one call of a codec: up, coded, and back.
+//! Blocks of host memory, coded on the device by one call of a codec: copied up, coded, and copied back.
 //!
 //! Both directions are the same except for what a block's output may be: [`Direction`].
 
@@ -21,9 +21,9 @@ const ALIGN: usize = 256;
 /// What a call does with its blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
-    /// Blocks of planes become coded blocks, which take what they take.
+    /// Blocks of planes become coded blocks, of whatever size.
     Encode,
-    /// Coded blocks become just their part of the plane.
+    /// Coded blocks become exactly their parts of the plane.
     Decode,
 }
 
@@ -47,11 +47,11 @@ impl Item {
     }
 }
 
-/// What a call needs, and where it all lies: on the device and in pinned memory at the same places, but
-/// for the scratch memory, which is the device's alone.
+/// What a call needs, and where everything lies: at the same places on the device and in pinned
+/// memory, except the scratch memory, which is only on the device.
 ///
-/// Four arrays of 8 bytes for each block stand first (inputs, their sizes, outputs, capacities), then the
-/// data. What comes back follows: a size of 8 bytes and a status of 4 for each block, and the outputs.
+/// Four arrays of 8 bytes for each block come first (inputs, their sizes, outputs, capacities), then the data. What
+/// comes back follows: a size of 8 bytes and a status of 4 for each block, and the outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Parts {
     count: usize,
@@ -95,18 +95,18 @@ impl Parts {
     }
 }
 
-/// Room for an item's data: decoders look a little past the end of a block, and that is memory too.
+/// Room for an item's data. Decoders read a little past the end of a block, which must be memory, too.
 fn room_of(data: usize) -> usize {
     (data + ALIGN).next_multiple_of(ALIGN)
 }
 
-/// What one call at a time needs.
+/// The resources of one call at a time.
 #[derive(Debug)]
 pub(super) struct Lane {
     device: Arc<Device>,
     pool: Arc<Pool>,
     stream: Arc<Stream>,
-    /// Grows to what a call needs and stays.
+    /// Grows to what a call needs and is kept.
     pinned: Option<Pinned>,
 }
 
@@ -133,8 +133,8 @@ impl Lane {
         direction: Direction,
         items: &[&Item],
     ) -> Result<(Shape, Needs)> {
-        // Not the longest of these blocks: ANS writes other bytes then, and a plane's should not depend on
-        // the planes beside it.
+        // Not the longest of these blocks: ANS would write other bytes then, and a plane's bytes
+        // must not depend on the planes beside it.
         let mut shape = Shape { blocks: 0, max_block: codec.block(), total: 0 };
         for item in items {
             shape.blocks += item.blocks.len();
@@ -152,7 +152,7 @@ impl Lane {
         Ok((shape, needs))
     }
 
-    /// Codes the blocks of all items; gives what each became, item by item.
+    /// Codes the blocks of all items; returns what each block became, item by item.
     ///
     /// # Safety
     /// To decode: an encoder of this bitstream wrote the blocks.
@@ -165,7 +165,7 @@ impl Lane {
         // SAFETY: the caller's.
         let done = unsafe { self.call(codec, direction, items) };
         if done.is_err() {
-            // What was queued may still use the lane's memory.
+            // Queued work may still use the lane's memory.
             let _ = self.stream.synchronize();
         }
         done
@@ -229,7 +229,7 @@ impl Lane {
                         scratch_bytes,
                         statuses,
                     };
-                    // SAFETY: as above; who wrote the blocks is the caller's promise.
+                    // SAFETY: as above; the origin of the blocks is the caller's promise.
                     unsafe { codec.decode(shape, batch, stream) }
                 }
             }?;
@@ -298,7 +298,7 @@ impl Call<'_> {
         unsafe { self.pinned.slice(at, len) }
     }
 
-    /// What each block became; an item's blocks all succeeded, or there is an error for it.
+    /// What each block became; an item has an error unless all its blocks succeeded.
     fn answers(
         &self,
         id: CodecId,
@@ -320,14 +320,14 @@ impl Call<'_> {
                 let len = check(id, direction, next - 1 - first, status, size, *room)?;
                 Ok(self.bytes(from, len).to_vec())
             });
-            // All blocks are gone through, so that the next item's are found.
+            // All blocks are gone through even after an error, so that the next item's are found.
             blocks.collect::<Vec<Result<_>>>().into_iter().collect()
         });
         each.collect()
     }
 }
 
-/// Bytes that block `number` of an item came to, which has room for `room`.
+/// The size of the output of block `number` of an item, which has room for `room` bytes.
 fn check(
     id: CodecId,
     direction: Direction,
@@ -351,7 +351,7 @@ fn check(
     }
 }
 
-/// A GPU's error where codecs have theirs.
+/// A GPU error as a codec's error.
 pub(super) fn gpu(error: GpuError) -> Error {
     match error {
         GpuError::Budget { .. } | GpuError::OutOfMemory { .. } => Error::limit(error.to_string()),

@@ -15,7 +15,7 @@ use s4_format::manifest::ClosedCodec;
 use super::codec::{GpuCodec, Needs};
 use super::error::{Error, Result};
 
-/// Bytes of a plane in each block of ANS, which is faster and smaller in larger blocks.
+/// Bytes of a plane in each block of ANS, which is faster and smaller with larger blocks.
 const ANS_BLOCK: usize = 1 << 18;
 
 /// One format of the library with its options, `C` to encode and `D` to decode.
@@ -29,7 +29,7 @@ pub struct Batched<C, D> {
     block: usize,
     unit: usize,
     closed: bool,
-    /// Its version goes into the manifest where the bitstream is closed.
+    /// Its version goes into the manifest if the bitstream is closed.
     library: Arc<Nvcomp>,
 }
 
@@ -78,7 +78,7 @@ pub fn snappy(library: &Arc<Nvcomp>) -> Batched<NoOptions, SortingDecompress> {
     Batched::open(library, CodecId::SNAPPY, *library.snappy(), encode, sorting())
 }
 
-/// What ANS takes the bytes of a plane for.
+/// How ANS interprets the bytes of a plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnsMode {
     /// Bytes: for exponent planes.
@@ -164,7 +164,7 @@ pub fn reader(library: &Arc<Nvcomp>, id: CodecId, param: u8) -> Result<Box<dyn G
     Ok(codec)
 }
 
-/// CUDA kernels decode: the decompression engine reports no errors.
+/// CUDA kernels decode, because the decompression engine reports no errors.
 fn plain() -> PlainDecompress {
     let mut options = PlainDecompress::default();
     options.backend = Backend::CUDA;
@@ -179,7 +179,7 @@ fn sorting() -> SortingDecompress {
 }
 
 impl<C, D> Batched<C, D> {
-    /// Checks that blocks of this size are the bitstream's.
+    /// Checks that the bitstream has blocks of this size.
     fn check_block(&self, max_block: usize) -> Result<()> {
         if max_block > self.block {
             return Err(Error::Block { codec: self.id, max_block, limit: self.block });

@@ -18,7 +18,7 @@ pub struct Needs {
 }
 
 impl Needs {
-    /// Whether memory at multiples of `align` bytes will do for all of it.
+    /// Whether memory at multiples of `align` bytes meets all alignments.
     pub fn fit(&self, align: usize) -> bool {
         let Alignments { input, output, scratch } = self.alignments;
         [input, output, scratch].iter().all(|a| *a != 0 && align.is_multiple_of(*a))
@@ -38,8 +38,8 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// Bytes of a plane in each block but the last.
     fn block(&self) -> usize;
 
-    /// Every block's size before coding is a multiple of this: a plane of another size is not for this
-    /// codec.
+    /// Every block's size before coding is a multiple of this: a plane of any other size is not for
+    /// this codec.
     fn unit(&self) -> usize;
 
     /// What the manifest must list if this codec is used: `None` for open bitstreams.
@@ -48,14 +48,14 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// The most bytes that a block of `len` bytes is coded in: the room to give to each output.
     ///
     /// # Errors
-    /// `Block` if there are no such blocks, or what the library says.
+    /// `Block` if the codec has no such blocks; errors of the library.
     fn bound(&self, len: usize) -> Result<usize>;
 
-    /// What encoding such a batch needs. The device of `stream`, a `CUstream`, is to be current on this
-    /// thread; nothing is enqueued.
+    /// What encoding such a batch needs. The device of `stream`, a `CUstream`, must be current on
+    /// this thread; nothing is enqueued.
     ///
     /// # Errors
-    /// `Block` if there are no such blocks, or what the library says.
+    /// `Block` if the codec has no such blocks; errors of the library.
     fn encode_needs(&self, shape: Shape, stream: u64) -> Result<Needs>;
 
     /// What decoding such a batch needs; as [`Self::encode_needs`].
@@ -68,7 +68,7 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// if asked for, the statuses: a status other than success means that the block's output is void.
     ///
     /// # Errors
-    /// `Scratch` if there is too little scratch memory, or what the library says.
+    /// `Scratch` if there is too little scratch memory; errors of the library.
     ///
     /// # Safety
     /// - `stream` is of the context that is current on this thread;
@@ -78,9 +78,9 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// - all of it stays valid, and what is written is not touched, until the stream is done.
     unsafe fn encode(&self, shape: Shape, batch: Compress, stream: u64) -> Result<()>;
 
-    /// Enqueues the decoding of a batch, as [`Self::encode`]. Success as a status, and the size that was
-    /// expected, are needed but no proof: seen with nvCOMP 6.0, ANS calls half a block a success, and LZ4
-    /// a damaged one. The checksum of the values decides. (Bitcomp waits for the stream in this call.)
+    /// Enqueues the decoding of a batch, as [`Self::encode`]. A success status and the expected size are necessary
+    /// but no proof: with nvCOMP 6.0, ANS was seen to report success for half a block, and LZ4 for a damaged one. The
+    /// checksum of the values decides. (Bitcomp waits for the stream in this call.)
     ///
     /// # Errors
     /// As [`Self::encode`].

@@ -2,7 +2,7 @@
 
 use s4_format::CodecId;
 
-/// What went wrong before any block was looked at. The outcome of each block is in its status.
+/// What went wrong before any block was coded. The outcome of each block is in its status.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The library is missing, unfit, or refused a call.
@@ -23,7 +23,7 @@ pub enum Error {
         codec: CodecId,
         /// The longest block of the batch.
         max_block: usize,
-        /// The longest that the bitstream has.
+        /// The longest block of the bitstream.
         limit: usize,
     },
     /// Less scratch memory than the batch needs.

@@ -1,7 +1,7 @@
 //! Planes in host memory, coded on a GPU: nvCOMP behind the trait of the CPU's codecs.
 //!
-//! Planes that several threads submit at the same time are coded together, by one call of the library:
-//! the thread that finds a free lane takes along what others wait for.
+//! Planes that several threads submit at the same time are coded together, by one call of the
+//! library: the thread that finds a free lane also takes the work that others wait for.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
@@ -24,7 +24,7 @@ use crate::memory::Pool;
 const LANES: usize = 2;
 /// Device memory of all calls on a device, in bytes.
 const SCRATCH: u64 = 256 << 20;
-/// Device memory of one call, in bytes; a plane that needs more is coded by itself.
+/// Device memory of one call, in bytes; a plane that needs more is coded separately.
 const EACH: usize = SCRATCH as usize / LANES - (4 << 20);
 
 /// Why planes cannot be coded on a GPU here.
@@ -81,13 +81,13 @@ impl Ticket {
         self.done.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Whether one call may do both.
+    /// Whether one call can code both.
     fn goes_with(&self, other: &Self) -> bool {
         self.direction == other.direction && Arc::ptr_eq(&self.codec, &other.codec)
     }
 }
 
-/// What is open: a second reader or writer shares it with the first.
+/// Open hosts: a second reader or writer shares the first one's.
 static OPEN: Mutex<Vec<Weak<Host>>> = Mutex::new(Vec::new());
 
 impl Host {
@@ -119,7 +119,7 @@ impl Host {
         &self.library
     }
 
-    /// Every closed bitstream that is read here, as manifests list them.
+    /// Every closed bitstream that this library reads, as manifests list them.
     pub fn closed(&self) -> Vec<ClosedCodec> {
         let library_major = self.library.version().major;
         let all = [CodecId::NVCOMP_ANS, CodecId::NVCOMP_BITCOMP, CodecId::NVCOMP_CASCADED];
@@ -130,7 +130,7 @@ impl Host {
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Codes an item, together with those of other threads; gives what each block became.
+    /// Codes an item, together with those of other threads; returns what each block became.
     ///
     /// # Safety
     /// To decode: an encoder of this bitstream wrote the blocks.
@@ -154,7 +154,7 @@ impl Host {
             };
             let batch = lane_full(&lane, &mut queue.waiting);
             drop(queue);
-            // SAFETY: all who wait promised as this caller does.
+            // SAFETY: every thread that waits made the same promise as this caller.
             let lane = unsafe { run(lane, &batch) };
             queue = self.queue();
             queue.idle.push(lane);
@@ -162,7 +162,7 @@ impl Host {
         }
     }
 
-    /// A free lane, if there is one and work for it; an error takes the ticket away.
+    /// A free lane, if there is one and work for it; on an error the ticket is removed.
     fn lane(&self, queue: &mut Queue, ticket: &Arc<Ticket>) -> Result<Option<Lane>> {
         if queue.waiting.is_empty() {
             return Ok(None);
@@ -179,7 +179,7 @@ impl Host {
     }
 }
 
-/// Takes what goes together with the first that waits, as much as a call's memory has room for.
+/// Takes the first waiting ticket and those that go with it, as many as a call's memory has room for.
 fn lane_full(lane: &Lane, waiting: &mut Vec<Arc<Ticket>>) -> Vec<Arc<Ticket>> {
     let mut batch: Vec<Arc<Ticket>> = vec![];
     waiting.retain(|ticket| {
@@ -229,10 +229,10 @@ impl HostEncoder {
         Self { host: Arc::clone(host), codec: Arc::new(codec) }
     }
 
-    /// Bytes that a block may take, of whatever size it is: all are coded as if they could be the longest.
+    /// The most bytes of any coded block: all are coded as if they could be the longest.
     fn room(&self) -> usize {
         let block = self.codec.block();
-        // Where the library gives no bound, encoding says why.
+        // If the library gives no bound, encoding will report why.
         self.codec.bound(block).unwrap_or(block)
     }
 }
@@ -296,7 +296,7 @@ impl Codec for HostEncoder {
 pub struct HostDecoder {
     host: Arc<Host>,
     id: CodecId,
-    /// By parameter; threads that use the same one are served together.
+    /// Codecs by parameter; threads that use the same one are served together.
     readers: Mutex<BTreeMap<u8, Arc<dyn GpuCodec>>>,
 }
 
@@ -304,8 +304,8 @@ impl HostDecoder {
     /// A decoder for streams of `id`.
     ///
     /// # Safety
-    /// Only streams that nvCOMP wrote are decoded with it: its decoders may access any device memory
-    /// when they are given others.
+    /// It must only be used for streams that nvCOMP wrote: given others, nvCOMP's decoders may
+    /// access any device memory.
     pub unsafe fn new(host: &Arc<Host>, id: CodecId) -> Self {
         Self { host: Arc::clone(host), id, readers: Mutex::default() }
     }
@@ -352,9 +352,9 @@ impl Codec for HostDecoder {
         }
         let places = blocks.iter().map(|b| (b.stored, b.plane.len())).collect();
         let item = Item { data: src.to_vec(), blocks: places };
-        // SAFETY: who made the decoder promised that nvCOMP wrote the blocks.
+        // SAFETY: the creator of the decoder promised that nvCOMP wrote the blocks.
         let decoded = unsafe { self.host.code(&codec, Direction::Decode, item) }?;
-        // Each block decoded to just its part.
+        // Each block decoded to exactly its part.
         for (block, bytes) in blocks.iter().zip(decoded) {
             dst[block.plane].copy_from_slice(&bytes);
         }

@@ -1,4 +1,4 @@
-//! A device, its memory, and batches of blocks on it, as plainly as can be: every copy waits.
+//! A device, its memory, and batches of blocks on it, kept simple: every copy waits.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -58,7 +58,7 @@ impl Drop for Memory {
     }
 }
 
-/// What became of a batch.
+/// The outcome of a batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub(crate) blocks: Vec<Vec<u8>>,
@@ -66,7 +66,7 @@ pub(crate) struct Outcome {
 }
 
 impl Device {
-    /// A GPU with nvCOMP; without one `None`, unless `S4_REQUIRE_GPU` is 1.
+    /// A GPU with nvCOMP; `None` if there is none, unless `S4_REQUIRE_GPU` is 1.
     pub(crate) fn find() -> Option<Self> {
         match Self::open() {
             Ok(device) => Some(device),
@@ -176,7 +176,7 @@ impl Device {
             _ => Vec::new(),
         });
         let blocks = blocks.collect();
-        // What lies between the places is as it was: nothing was written past a block's end.
+        // The bytes between the places are unchanged: nothing was written past a block's end.
         let mut at = 0;
         for place in &outputs.places {
             assert!(bytes[at..place.start].iter().all(|b| *b == 0xa5), "wrote before {place:?}");

@@ -13,7 +13,7 @@ use s4_codec_cpu::{
 use s4_codec_gpu::nvcomp::{self, AnsMode, DataType, GpuCodec, Status};
 use s4_format::CodecId;
 
-/// Planes of real tensors and shapes that they do not have.
+/// Planes of real tensors, and of shapes that real tensors do not have.
 fn planes() -> Vec<(&'static str, Vec<u8>)> {
     let mut planes = data::planes(300_000);
     let (_, whole) = planes.pop().expect("the whole values");
@@ -181,8 +181,8 @@ fn closed_bitstreams_come_back() {
     }
 }
 
-/// Options of 64 bytes go on the stack: if caller and library disagreed on that, these would be seen as
-/// something else, and calls in between would not survive.
+/// Options of 64 bytes go on the stack: if caller and library disagreed about that, the options
+/// would be misread, and calls in between would not survive.
 #[test]
 fn options_arrive_by_value() {
     let Some(device) = Device::find() else { return };
@@ -190,7 +190,7 @@ fn options_arrive_by_value() {
     let (_, bf16) = planes().pop().expect("planes");
     let size =
         |codec: &dyn GpuCodec, plane: &[u8]| encode(&device, codec, plane).blocks.concat().len();
-    // What each option does shows in the size.
+    // The effect of each option shows in the size.
     let counter: Vec<u8> = (0..100_000u32).map(|i| (i >> 3) as u8).collect();
     let sizes = [0, 1, 5].map(|n| size(&nvcomp::gdeflate(library, n), &counter));
     assert!(sizes[2] < sizes[1] && 10 * sizes[1] < sizes[0], "{sizes:?}");
@@ -198,7 +198,7 @@ fn options_arrive_by_value() {
     let ans = modes.map(|mode| size(&nvcomp::ans(library, mode), &bf16));
     assert!(ans[1] < ans[0] && ans[1] < ans[2] && ans[0] != ans[2], "{ans:?}");
     println!("gdeflate {sizes:?}, ans {ans:?} of {}", bf16.len());
-    // An option that does not exist is seen, in queries and in calls.
+    // An option that does not exist is rejected, in queries and in calls.
     let wrong = nvcomp::gdeflate(library, 77);
     assert!(wrong.bound(1000).is_err(), "{:?}", wrong.bound(1000));
     assert!(nvcomp::ans(library, AnsMode::Bytes).bound(1 << 19).is_err());
@@ -229,8 +229,8 @@ fn blocks_of_any_sizes_go_together() {
     }
 }
 
-/// Only formats for which the library promises to notice damage: the others may do anything. It does
-/// not notice all of it, but it stays within the block, and the other blocks are decoded.
+/// Only formats for which the library promises to detect damage: the others may do anything. It
+/// does not detect all damage, but stays within the block, and the other blocks are decoded.
 #[test]
 fn damage_stays_within_its_block() {
     let Some(device) = Device::find() else { return };
@@ -255,7 +255,7 @@ fn damage_stays_within_its_block() {
                 assert_eq!(outcome.statuses[0], Status::CANNOT_DECOMPRESS, "{name}");
             }
         }
-        // The device is as well as before.
+        // The device still works.
         round_trip(&device, "after damage", codec, &plane);
     }
 }

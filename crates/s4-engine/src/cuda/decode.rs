@@ -1,4 +1,4 @@
-//! Frames from pinned memory into device memory.
+//! Decodes frames from pinned memory into device memory.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::worker::{SLOTS, Session};
 use crate::DeviceMemory;
 use crate::Scratch;
 
-/// Decodes what it is given, several groups of frames at a time.
+/// Decodes the frames that it is given, several groups at a time.
 pub struct Decoder<'s, 'a> {
     queues: BTreeMap<u32, DecodeQueue<'s, 'a>>,
 }
@@ -36,18 +36,18 @@ impl<'s, 'a> Decoder<'s, 'a> {
         Self { queues: sessions.into_iter().map(queue).collect() }
     }
 
-    /// Bytes of frames that one [`Decoder::push`] may have.
+    /// The most bytes of frames in one [`Decoder::push`].
     pub fn room(&self) -> usize {
         let frames = self.queues.values().map(|q| q.session.sizes.host_frames as usize);
         frames.min().unwrap_or(usize::MAX)
     }
 
-    /// Decodes frames into device `ordinal`: `fill` writes them, `len` bytes together, into pinned
-    /// memory. The work is queued when this returns; its errors may come from a later call.
+    /// Decodes frames into device `ordinal`: `fill` writes them, `len` bytes in total, into pinned
+    /// memory. The work is queued when this returns; a later call may return its errors.
     ///
     /// # Errors
-    /// `Gpu`: pieces that are not on that device, too many bytes, the driver. `Format`: a chunk that is
-    /// damaged or not supported. Those of `fill`.
+    /// `Gpu`: pieces that are not on that device, too many bytes, the driver. `Format`: a damaged
+    /// or unsupported chunk. Those of `fill`.
     pub fn push<E: From<CudaError>>(
         &mut self,
         ordinal: u32,
@@ -79,7 +79,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
         Ok(())
     }
 
-    /// A slot for a batch, whose pinned memory is to be filled.
+    /// Takes a slot for a batch; its pinned memory must be filled next.
     pub(super) fn take(&mut self, batch: Batch<'a>) -> Result<Filled<'a>> {
         let Batch { ordinal, len, jobs } = batch;
         let room = self.room();
@@ -102,9 +102,9 @@ impl<'s, 'a> Decoder<'s, 'a> {
         })
     }
 
-    /// Waits for all that was pushed, and gives the tensors, by number, that hold differences or rounded copies which
-    /// the kernels did not decode: their memory holds anything now, and the caller decodes them another
-    /// way, which also says what is wrong.
+    /// Waits for everything that was pushed, and returns the indices of tensors with differences or
+    /// copies that the kernels did not decode. Their memory is then unspecified, and the caller
+    /// must decode them another way, which also tells what is wrong.
     ///
     /// # Errors
     /// As [`Decoder::push`].
@@ -134,7 +134,7 @@ const SPAN: usize = size_of::<CopySpan>();
 /// Chunks that are decoded by one launch of each kernel.
 #[derive(Default)]
 struct Launch<'a> {
-    /// Number of the job, route, descriptor.
+    /// Index of the job, route, descriptor.
     chunks: Vec<(usize, abi::Route, DecodeChunk)>,
     spans: Vec<CopySpan>,
     /// What precedes the descriptors, and its bytes.
@@ -148,7 +148,7 @@ impl<'a> Launch<'a> {
         self.extra_len + self.chunks.len() * (CHUNK + 4) + self.spans.len() * SPAN + 64
     }
 
-    /// Adds what precedes the descriptors; gives where it starts.
+    /// Adds data that precedes the descriptors; returns where it starts.
     fn add(&mut self, extra: Extra<'a>) -> usize {
         let at = self.extra_len;
         self.extra_len += extra.len();
@@ -161,14 +161,14 @@ impl<'a> Launch<'a> {
 pub(super) struct Busy<'a> {
     pub(super) jobs: Vec<FrameJob<'a>>,
     pub(super) frames: Frames,
-    /// The same as `asked` for chunks with blocks that a library decodes, and what it says of them.
+    /// As `asked`, for chunks with blocks that a library decodes, and the library's answers.
     pub(super) by_library: Vec<(usize, usize)>,
     pub(super) answers: Vec<Answers>,
-    /// For each chunk on the device its job, and where its status lies in the meta memory.
+    /// For each chunk on the device, its job and where its status lies in the meta memory.
     asked: Vec<(usize, usize)>,
     /// Bytes of meta memory in use.
     pub(super) meta: usize,
-    /// What the chunks of a tensor share, by its number.
+    /// What the chunks of a tensor share, by the tensor's index.
     sets: HashMap<usize, SetPlace>,
 }
 
@@ -187,7 +187,7 @@ pub(super) struct DecodeQueue<'s, 'a> {
     next: usize,
     scratch: Scratch,
     bounce: Option<Pinned>,
-    /// Tensors with differences that are to be decoded another way.
+    /// Tensors with differences that must be decoded another way.
     undone: BTreeSet<usize>,
 }
 
@@ -198,7 +198,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         Self { session, trusted, host, busy, next: 0, scratch, bounce, undone }
     }
 
-    /// A slot that is not in use, once what used it is done and found good.
+    /// The next slot, once its previous work is done and found good.
     fn free_slot(&mut self) -> Result<usize> {
         let slot = self.next;
         self.next = (slot + 1) % SLOTS;
@@ -259,7 +259,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         Ok(())
     }
 
-    /// Adds a job to the launch; `false`: it is the CPU's.
+    /// Adds a job to the launch; `false`: the kernels cannot decode it.
     fn add(
         &mut self,
         slot: usize,
@@ -328,7 +328,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             None => {
                 let set = match set {
                     Some(parsed) => parsed,
-                    // It was forgotten just now.
+                    // `start_over` has just forgotten it.
                     None => TensorSet::of_spec(&spec).of(tensor)?,
                 };
                 let place = set.place(extras + launch.extra_len as u64);
@@ -355,7 +355,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         Ok(true)
     }
 
-    /// Waits for what was queued, so that the slot's memory for descriptors is free again.
+    /// Waits for queued work, so that the slot's memory for descriptors is free again.
     pub(super) fn start_over(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
         self.session.worker.compute.synchronize()?;
         self.check_statuses(slot, busy)?;
@@ -368,7 +368,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         self.host.chunks.device.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Queues a launch and forgets it.
+    /// Queues a launch and empties it.
     fn flush(&mut self, slot: usize, busy: &mut Busy<'a>, launch: &mut Launch<'a>) -> Result<()> {
         let mut launch = std::mem::take(launch);
         if launch.chunks.is_empty() {
@@ -397,8 +397,8 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             DecodeBatch { chunks: meta + chunks as u64, status: meta + answers as u64, routes };
         // At most what fits the slot's memory for descriptors.
         let count = u32::try_from(launch.spans.len()).unwrap_or(u32::MAX);
-        // A kernel fetches the descriptors from pinned memory: the device's copy engine would bring
-        // them only after the frames of the group behind.
+        // A kernel fetches the descriptors from pinned memory: the copy engine would deliver them
+        // only after the next group's frames.
         let fetch = CopySpan {
             from: pinned.address(base + start),
             to: meta + start as u64,
@@ -422,14 +422,14 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         Ok(())
     }
 
-    /// Waits for a slot's work and looks at what became of it.
+    /// Waits for a slot's work and checks its outcome.
     fn complete(&mut self, slot: usize) -> Result<()> {
         let Some(mut busy) = self.busy[slot].take() else { return Ok(()) };
         self.session.worker.slots[slot].worked.synchronize()?;
         self.check_statuses(slot, &mut busy)
     }
 
-    /// Looks at the status of chunks whose work is done.
+    /// Checks the statuses of chunks whose work is done.
     fn check_statuses(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
         self.check_block_statuses(slot, busy)?;
         for (number, at) in std::mem::take(&mut busy.asked) {
@@ -446,7 +446,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             chunks.refused.fetch_add(1, Ordering::Relaxed);
             let job = &busy.jobs[number];
             if job.has_input() {
-                // What it is to be a difference from may be gone.
+                // The values that it is a difference from may be overwritten.
                 self.undone.insert(job.tensor);
                 continue;
             }
@@ -484,7 +484,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
     }
 }
 
-/// Whether a chunk goes to one place as a whole.
+/// Whether a whole chunk goes to a single place.
 pub(super) fn has_one_place(job: &FrameJob<'_>) -> bool {
     matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes)
 }

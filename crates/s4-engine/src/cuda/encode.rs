@@ -1,4 +1,4 @@
-//! Chunks of device tensors into frames in pinned memory, group by group.
+//! Encodes chunks of device tensors into frames in pinned memory, group by group.
 
 mod group;
 mod homes;
@@ -33,22 +33,22 @@ use crate::{
 
 /// One device's chunks, in order.
 pub(super) struct EncodeQueue<'a> {
-    /// It is dropped first: then nothing is copied any more to what the others hold.
+    /// Dropped first, so that nothing is still being copied into memory that the other fields hold.
     session: Session<'a>,
     host: &'a Host,
     chunks: ChunkQueue<'a>,
     pool: Option<&'a ThreadPool>,
-    /// Sets of tables that the parents of the first tensor have, at most.
+    /// The most table sets that the parents of a chunk of the current tensor have: their room is already counted.
     parent_sets: u32,
     in_flight: VecDeque<Group<'a>>,
-    /// Chunks of the first group that were handed on.
+    /// How many chunks of the first group were handed on.
     handed: usize,
     free: Vec<usize>,
     scratch: Scratch,
     values: Vec<u8>,
-    /// Frames that the host encoded, of the chunks that were taken last.
+    /// Frames that the host encoded for the chunks that were taken last.
     frames: Vec<Vec<u8>>,
-    /// Where the next group's frames go to.
+    /// Where the next group's frames go.
     open: OpenPiece,
     /// How many groups were cut so far.
     groups: u32,
@@ -120,8 +120,8 @@ impl<'a> EncodeQueue<'a> {
         })
     }
 
-    /// What a chunk needs behind the descriptors: what its tensor's chunks share, if `shared` is to be there,
-    /// and the offsets of its rows.
+    /// What a chunk needs after the descriptors: what its tensor's chunks share, if `shared`, and
+    /// the offsets of its rows.
     fn extras(
         &self,
         member: &Member,
@@ -136,8 +136,8 @@ impl<'a> EncodeQueue<'a> {
         Ok((set, rows))
     }
 
-    /// The most bytes of frames of the next group. The first groups are small, so that the link has something to carry
-    /// soon; those that the slot has no room for on the host must have a place in pieces before they are encoded.
+    /// The most bytes of frames in the next group. The first groups are small, so that the link soon has something to
+    /// carry. Frames beyond the slot's host memory must be sure of a place in pieces before they are encoded.
     fn most_frames(&mut self) -> u64 {
         let Sizes { frames, host_frames, .. } = self.session.sizes;
         let most = (host_frames << self.groups.min(16)).min(frames).min(self.chunks.most_left());
@@ -150,7 +150,7 @@ impl<'a> EncodeQueue<'a> {
     fn cut<E>(&mut self, slot: usize, inputs: &dyn Inputs<E>) -> Result<Group<'a>> {
         let sizes = self.session.sizes;
         let most = self.most_frames();
-        // Whether a chunk's values go to the slot's memory on the host.
+        // Whether any chunk's values go to the slot's host memory.
         let mut to_host = false;
         let mut group = Group { slot, ..Group::default() };
         let mut used = Room { meta: TOTAL + 2 * SPAN + 64, ..Room::default() };
@@ -174,7 +174,7 @@ impl<'a> EncodeQueue<'a> {
                 && more.scratch <= sizes.scratch
                 && used.meta + more.meta <= sizes.meta;
             if moments && !fits && group.members.is_empty() {
-                // Moments that are cut in an unusual way.
+                // Its moments' chunks are cut unusually and do not fit a slot: the CPU encodes it.
                 member.route = None;
                 (more, sets) = self.room(&mut member, 0, inputs);
             }
@@ -226,8 +226,8 @@ impl<'a> EncodeQueue<'a> {
         Ok(group)
     }
 
-    /// The room that a member takes, and how many sets of tables its parent has at most. It loses its route if its moments
-    /// are not those of its values.
+    /// The room that a member takes, and the most table sets that its parent has. It loses its
+    /// route if its moments do not have its values.
     fn room<E>(&self, member: &mut Member, extra_len: u64, inputs: &dyn Inputs<E>) -> (Room, u32) {
         let frames = member.bytes.next_multiple_of(ALIGN as u64);
         let Some(route) = member.route else { return (Room { frames, ..Room::default() }, 0) };
@@ -275,14 +275,14 @@ impl<'a> EncodeQueue<'a> {
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
         let to = unsafe { slot.pinned.slice_mut(pinned, self.session.sizes.meta as usize) };
         self.describe(group, meta, to)?;
-        // A kernel writes the answer straight into pinned memory: the device's copy engine would
-        // bring it only after the frames of the group before.
+        // A kernel writes the answer straight into pinned memory: the copy engine would deliver it
+        // only after the previous group's frames.
         let answer = CopySpan {
             from: meta + results,
             to: slot.pinned.address(pinned + results as usize),
             len: group.end() - results,
         };
-        // As that: what became of the parents.
+        // Likewise the statuses of the parents' frames.
         let mut answers = [answer, bytemuck::Zeroable::zeroed()];
         if let Some(Decoding { places, .. }) = &decoding {
             answers[1] = CopySpan {
@@ -293,7 +293,7 @@ impl<'a> EncodeQueue<'a> {
         }
         to[(results - 2 * SPAN) as usize..results as usize]
             .copy_from_slice(bytemuck::cast_slice(&answers));
-        // The kernels write a part of this, and all of it is answered.
+        // The kernels write only a part of this, but all of it is sent back.
         let head = (results + TOTAL) as usize;
         to[results as usize..head].fill(0);
         let batch = EncodeBatch {
@@ -304,14 +304,14 @@ impl<'a> EncodeQueue<'a> {
             capacity: group.capacity,
             routes: group.routes,
         };
-        // SAFETY: descriptors, tables, results, frames and scratch, with the copies of the values, are
-        // parts of the session's memory of the sizes that `cut` added up, used in the order of one
-        // stream; the values are the caller's, whose memory stays. The slot's pinned memory is idle, as above. Parents
-        // lie where frames go to, and are read before the first of these is written.
+        // SAFETY: descriptors, tables, results, frames and scratch, with the copies of the values, are parts of the
+        // session's memory of the sizes that `cut` added up, used in the order of one stream; the values are the
+        // caller's, whose memory stays. The slot's pinned memory is idle, as above. Parents lie where frames will go,
+        // and are read before the first frame is written.
         unsafe {
             if group.count() > 0 {
                 worker.compute.copy_to_device(&slot.pinned, pinned, head, meta)?;
-                // At most as many as chunks have pieces.
+                // At most one for each piece of a chunk.
                 let checks = group.checks.len() as u32;
                 worker.compute.copy_spans(meta + copies, group.copies + checks)?;
                 let (sums, found) = (group.checks_at().1, group.sums_at());
@@ -363,7 +363,7 @@ impl<'a> EncodeQueue<'a> {
                 contexts: told.contexts,
                 class: told.class,
                 sparse: told.sparse.into(),
-                // What it is predicted from may lie in front.
+                // The values that it is predicted from may lie in front.
                 scratch: member.work(),
                 // At most 2^18 values of 1 to 8 bytes.
                 n: n as u32,
@@ -397,7 +397,7 @@ impl<'a> EncodeQueue<'a> {
         Ok(())
     }
 
-    /// Sends a group's frames to the host, once they are there.
+    /// Sends the frames of the group at index `number` to the host, once they are encoded.
     fn send(&mut self, number: usize) -> Result<()> {
         let worker = &self.session.worker;
         let Some(group) = self.in_flight.get_mut(number).filter(|g| !g.sent) else {
@@ -410,7 +410,7 @@ impl<'a> EncodeQueue<'a> {
             // SAFETY: the copy that wrote it is done.
             let total = unsafe { slot.pinned.slice(at, 8) };
             let total = u64::from_le_bytes(total.try_into().unwrap_or_default());
-            // What does not fit was not written, and says so in its status.
+            // A frame that does not fit was not written, and its status says so.
             let total = total.min(group.capacity);
             let ends = group.ends(&self.session, total);
             let copied = self.open.place(group, &ends, &self.host.pieces, &worker.device);
@@ -431,7 +431,7 @@ impl<'a> EncodeQueue<'a> {
         }
         slot.copied.record(&worker.copy)?;
         group.sent = true;
-        // Of chunks that the CPU is to encode the inputs are still needed.
+        // The inputs of chunks that the CPU must encode are still needed; the others are dropped.
         for i in 0..group.members.len() {
             let member = &group.members[i];
             if member.scale > 0 && member.route.is_some() && is_sound(&self.session, group, member)
@@ -442,8 +442,8 @@ impl<'a> EncodeQueue<'a> {
         Ok(())
     }
 
-    /// Ensures that the next chunks of this device's tensors are ready; returns their tensors and numbers: none
-    /// after the last one.
+    /// Ensures that the next chunks of this device's tensors are ready; returns their tensor and
+    /// chunk indices, none after the last one.
     pub(super) fn ready<E: From<CudaError>>(
         &mut self,
         inputs: &'a dyn Inputs<E>,
@@ -455,13 +455,13 @@ impl<'a> EncodeQueue<'a> {
             self.handed = 0;
         }
         if self.handed == 0 {
-            // What is encoded is on its way while the next group is prepared, for which parents may have to be read.
+            // Sent before the next group is prepared, which may have to read parents.
             let slots = &self.session.worker.slots;
             if self.in_flight.get(1).is_some_and(|group| slots[group.slot].worked.is_done()) {
                 self.send(1)?;
             }
             self.launch(inputs)?;
-            // The group behind it is sent while this one is handed on.
+            // The next group is sent while this one is handed on.
             self.send(0)?;
             self.send(1)?;
             if let Some(group) = self.in_flight.front() {
@@ -476,7 +476,7 @@ impl<'a> EncodeQueue<'a> {
         Ok(left.iter().map(|m| (m.tensor, m.chunk)).collect())
     }
 
-    /// The next `count` of those that are there.
+    /// The next `count` of the chunks that are ready.
     pub(super) fn take<E>(
         &mut self,
         count: usize,
@@ -519,8 +519,8 @@ impl<'a> EncodeQueue<'a> {
         Ok(found.into_iter().map(frame).collect())
     }
 
-    /// Where the frame of a chunk of the first group lies in its slot; `None`: there is none, and its
-    /// values are in `self.values`.
+    /// Where the frame of a chunk of the first group lies in its slot; `None`: it has none, and its
+    /// values were copied to `self.values`.
     fn locate(&mut self, member: &Member) -> Result<Option<(usize, usize, EncodedChunk)>> {
         let Some(group) = self.in_flight.front() else { return Ok(None) };
         let worker = &self.session.worker;
@@ -534,7 +534,7 @@ impl<'a> EncodeQueue<'a> {
             return Ok(None);
         }
         if !is_sound(&self.session, group, member) {
-            // Values that changed are the caller's doing.
+            // Values that changed are the caller's doing, not a refusal by the kernels.
             let own = plan_has_own_input(self.chunks.plan(member.tensor));
             let changed = own || has_changed(&self.session, group, member);
             let Counters { host, refused, .. } = &self.host.chunks;
@@ -550,7 +550,7 @@ impl<'a> EncodeQueue<'a> {
         Ok(Some((result.offset as usize, result.len as usize, encoded(&result))))
     }
 
-    /// Copies a chunk's values to the host: the kernels would not have it.
+    /// Copies the values of a chunk that the kernels refused to the host.
     fn fetch(&mut self, member: &Member) -> Result<()> {
         let mut values = std::mem::take(&mut self.values);
         let done = self.copy_to_host(member.values, member.bytes as usize, &mut values);
@@ -601,7 +601,7 @@ impl<'a> EncodeQueue<'a> {
         }
         let job = EncodeJob { view: &view, plan, chunk, inputs: &given };
         let encoded = if gone {
-            // What is stored of the input is other than what it holds now.
+            // An input no longer holds what was stored of it.
             Ok(plain(&self.values, frame))
         } else {
             let own = (chunk << plan.chunk_log2, &self.values[..]);
@@ -616,7 +616,7 @@ fn plan_has_own_input(plan: &TensorPlan) -> bool {
     plan.plan.own_input().is_some()
 }
 
-/// What the kernels say of a chunk that they encoded.
+/// The kernels' result for a chunk.
 fn result_of(session: &Session<'_>, group: &Group<'_>, member: &Member) -> EncodeResult {
     let size = size_of::<EncodeResult>();
     let results = (group.places().2 + TOTAL) as usize;
@@ -625,8 +625,8 @@ fn result_of(session: &Session<'_>, group: &Group<'_>, member: &Member) -> Encod
     bytemuck::pod_read_unaligned(unsafe { session.worker.slots[group.slot].pinned.slice(at, size) })
 }
 
-/// Whether the kernels encoded a chunk, and decoded the frames of its input, if there are any, or found its values to be
-/// what was stored.
+/// Whether the kernels encoded a chunk, and decoded its input's frames, if any, or found the
+/// input's values to be what was stored.
 fn is_sound(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
     let (first, count) = member.statuses;
     let pinned = &session.worker.slots[group.slot].pinned;

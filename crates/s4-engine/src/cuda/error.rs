@@ -7,13 +7,13 @@ use crate::TensorError;
 /// Errors of the CUDA engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
-    /// The device or its driver: also budgets that are too small, and pointers that are none.
+    /// The device or its driver, including budgets that are too small and invalid pointers.
     #[error(transparent)]
     Gpu(#[from] GpuError),
     /// A tensor's data. The source names the chunk and the stream.
     #[error("tensor number {tensor}: {source}")]
     Format {
-        /// Number of the tensor in the caller's list.
+        /// Index of the tensor in the caller's list.
         tensor: usize,
         /// What is wrong.
         source: s4_format::Error,

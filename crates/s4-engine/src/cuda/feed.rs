@@ -1,5 +1,5 @@
-//! Frames on their way to the decoder: from pinned memory as they are, or filled in by many threads
-//! while the batches before are queued.
+//! Frames on their way to the decoder: straight from pinned memory, or filled in by many threads
+//! while earlier batches are queued.
 
 use std::sync::{Arc, Mutex};
 
@@ -16,8 +16,8 @@ use crate::threads::lock;
 const LINE: usize = 64;
 
 impl<'a> Decoder<'_, 'a> {
-    /// As [`Decoder::push`], for frames that are in pinned memory, from byte `at` on: they go to the
-    /// device from there. Nobody writes there until the decoder is done.
+    /// As [`Decoder::push`], for frames that already lie in pinned memory, from byte `at` on, and
+    /// go to the device from there. Nobody may write there until the decoder is done.
     ///
     /// # Errors
     /// As [`Decoder::push`]; `Argument` if the batch is not within the memory.
@@ -32,9 +32,9 @@ impl<'a> Decoder<'_, 'a> {
         self.start(filled)
     }
 
-    /// As [`Decoder::push`], for many batches, whose frames are filled in by the threads of a pool
-    /// while the batches before are queued and decoded. `fill` gets the number of a batch, where a
-    /// part of its frames starts, and the part: of at most `part` bytes. `queued` is called on this
+    /// As [`Decoder::push`], for many batches, whose frames the threads of a pool fill in while
+    /// earlier batches are queued and decoded. `fill` gets the index of a batch, the offset of a
+    /// part of its frames, and the part, of at most `part` bytes. `queued` is called on this
     /// thread, in order, once a batch is queued. Without a pool this thread fills.
     ///
     /// # Errors
@@ -72,8 +72,8 @@ impl<'a> Decoder<'_, 'a> {
     }
 }
 
-/// Fills memory in parts of at most `part` bytes on a pool, while this thread does something else. Errors
-/// of that come first.
+/// Fills memory in parts of at most `part` bytes on a pool, while this thread runs `beside`, whose
+/// errors take precedence.
 fn fill_beside<E: Send>(
     pool: Option<&ThreadPool>,
     part: usize,
@@ -99,8 +99,8 @@ fn fill_beside<E: Send>(
     done.and(filled.into_inner().unwrap_or_else(|e| e.into_inner()))
 }
 
-/// Bytes of a part, at most `part`, such that all threads have as many parts: of 17 of them 16 threads would do
-/// one, and 15 wait for the last. Where there are fewer parts than threads, they stay as large as they can be.
+/// Size of the parts, at most `part` bytes, that gives all threads the same number of parts: with 17 parts, 15 of 16
+/// threads would wait for the last one. If there are fewer parts than threads, parts stay as large as possible.
 fn even_part(len: usize, part: usize, threads: usize) -> usize {
     let parts = len.div_ceil(part);
     if parts <= threads {

@@ -1,4 +1,4 @@
-//! Values to the host, as they are: samples, and tensors that are too small for chunks of their own.
+//! Copies values to the host as they are: samples, and tensors that are too small for chunks of their own.
 
 use std::ops::Range;
 
@@ -10,10 +10,10 @@ use super::worker::{Session, Worker};
 use crate::DeviceMemory;
 
 const DESCRIPTOR: usize = size_of::<CopyRows>();
-/// Slots that batches take turns in: one is copied while the one before is handed on.
+/// Slots that batches take turns in: one is copied while the previous one is handed on.
 pub(super) const SLOTS: usize = 2;
 
-/// Ranges of bytes of a device's memory, which are fetched one behind the other: of at most 2 MiB in all.
+/// Ranges of bytes of a device's memory, fetched one after the other: at most 2 MiB in all.
 #[derive(Debug, Clone)]
 pub struct FetchItem {
     memory: DeviceMemory,
@@ -54,7 +54,7 @@ impl Rows {
     /// Ranges of values, which have `width` bytes each.
     ///
     /// # Errors
-    /// `Argument` if there are not as many.
+    /// `Argument` for a range beyond the memory.
     pub(super) fn of(
         memory: DeviceMemory,
         width: u64,
@@ -79,7 +79,7 @@ impl Rows {
         self.len * self.count
     }
 
-    /// The first rows, of up to `bytes` bytes but one row at least, and the others.
+    /// The first rows, of up to `bytes` bytes but at least one row, and the rest.
     pub(super) fn split(self, bytes: u64) -> (Self, Option<Self>) {
         let count = (bytes / self.len.max(1)).clamp(1, self.count.max(1));
         let rest = self.count.saturating_sub(count);
@@ -87,7 +87,7 @@ impl Rows {
         (Self { count, ..self }, (rest > 0).then_some(Self { first, count: rest, ..self }))
     }
 
-    /// Rows that one descriptor is for.
+    /// Rows that one descriptor copies.
     fn at_once(&self) -> u64 {
         (COPY_SPAN_BYTES / self.len.max(1)).max(1)
     }
@@ -97,7 +97,7 @@ impl Rows {
     }
 }
 
-/// Adds a run, to the rows before it if it continues them.
+/// Adds a run, joining it to the last rows if it continues them.
 fn add_run(rows: &mut Vec<Rows>, memory: DeviceMemory, bytes: Range<u64>) {
     let (mut first, mut left) = (bytes.start, bytes.end - bytes.start);
     if left > COPY_ROW_BYTES {
@@ -124,11 +124,11 @@ fn add_run(rows: &mut Vec<Rows>, memory: DeviceMemory, bytes: Range<u64>) {
     rows.push(Rows { memory, first, len: left, step: left, count: 1 });
 }
 
-/// Items of one batch: their numbers, and where each lies.
+/// Items of one batch: index, offset and length of each.
 #[derive(Default)]
 struct Batch {
     items: Vec<(usize, usize, usize)>,
-    /// For each session its descriptors; `to` counts from the start of the slot's frames.
+    /// Descriptors for each session; `to` counts from the start of the slot's frames.
     rows: Vec<Vec<CopyRows>>,
     bytes: u64,
     /// The slot that it is copied to.
@@ -140,13 +140,13 @@ pub(super) fn room(session: &Session<'_>) -> (u64, u64) {
     (session.sizes.frames, session.sizes.meta / DESCRIPTOR as u64)
 }
 
-/// Fetches items, one after the other: of each its rows.
+/// Fetches the rows of each item, one item after the other.
 pub(super) fn run<E: From<CudaError>>(
     sessions: &[Session<'_>],
     items: &[Vec<Rows>],
     mut sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
 ) -> Result<(), E> {
-    // Every device has a slot of the same size: an item has one place in all of them.
+    // The smallest slot counts: an item has the same place in the slots of all devices.
     let sizes = sessions.iter().map(|s| s.sizes);
     let Some(sizes) = sizes.min_by_key(|s| s.frames) else {
         return items.iter().enumerate().try_for_each(|(i, _)| sink(&[(i, &[])]));
@@ -197,7 +197,7 @@ fn add(batch: &mut Batch, sessions: &[Session<'_>], number: usize, rows: &[Rows]
     batch.bytes = batch.bytes.next_multiple_of(16);
 }
 
-/// Hands a batch on, once it is there. Parts of an item may lie on several devices.
+/// Hands a batch on once it has arrived. Parts of an item may lie on several devices.
 fn hand_on<E: From<CudaError>>(
     sessions: &[Session<'_>],
     batch: Option<Batch>,
@@ -222,7 +222,7 @@ fn hand_on<E: From<CudaError>>(
     sink(&items.collect::<Vec<_>>())
 }
 
-/// The bytes of a batch from the slots of several devices.
+/// Joins the bytes of a batch from the slots of several devices.
 fn join(sessions: &[Session<'_>], batch: &Batch) -> Vec<u8> {
     let mut bytes = vec![0u8; batch.bytes as usize];
     for (session, rows) in sessions.iter().zip(&batch.rows) {
@@ -251,7 +251,7 @@ fn start_on(session: &Session<'_>, slot: usize, rows: &[CopyRows]) -> Result<()>
     let compute: &Stream = compute;
     let (frames, meta) = (session.frames(slot), session.meta(slot));
     let (pinned, at) = (&slots[slot].pinned, session.pinned_meta());
-    // SAFETY: what the slot had before was handed on.
+    // SAFETY: the slot's previous batch was handed on.
     let to = unsafe { pinned.slice_mut(at, rows.len() * DESCRIPTOR) };
     for (to, row) in to.chunks_exact_mut(DESCRIPTOR).zip(rows) {
         let row = CopyRows { to: frames + row.to, ..*row };

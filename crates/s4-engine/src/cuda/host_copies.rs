@@ -1,8 +1,8 @@
-//! Copies of values of devices in page-locked memory of the host: what a save in the background encodes there while their
-//! owner goes on, where the device has no room for copies.
+//! Copies of device values in page-locked host memory, which a background save encodes while their
+//! owner goes on, if the device has no room for copies.
 //!
-//! A copy takes as long as the link does, whatever is encoded how. The memory is kept for the next copies, within the budget
-//! that encoded frames have.
+//! A copy takes as long as the link needs, however the values are encoded. The memory is kept for
+//! the next copies, within the budget of encoded frames.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -13,23 +13,23 @@ use super::pieces::Pieces;
 use crate::DeviceMemory;
 use crate::threads::lock;
 
-/// Copies start at multiples of this: that of the values of any dtype, and of a cache line.
+/// Copies start at multiples of this, which suits the values of any dtype and is a cache line.
 const ALIGN: usize = 64;
-/// What copies are made with.
+/// The streams and memory that copies are made with.
 #[derive(Debug)]
 pub(super) struct HostMemory {
     budget: Pieces,
-    /// Of each device one.
+    /// One for each device.
     streams: Mutex<BTreeMap<u32, Arc<Stream>>>,
 }
 
-/// Copies of values of devices, in the memory of the host. Dropped, their memory is kept for the next ones.
+/// Copies of device values in host memory. When dropped, their memory is kept for the next ones.
 #[derive(Debug)]
 pub struct HostCopies {
     home: Arc<HostMemory>,
-    /// Absent once it was given back.
+    /// `None` once it was given back.
     pinned: Option<Pinned>,
-    /// First byte and bytes of each.
+    /// First byte and number of bytes of each.
     places: Vec<(usize, usize)>,
     process: u32,
 }
@@ -39,10 +39,11 @@ impl HostMemory {
         Arc::new(Self { budget, streams: Mutex::default() })
     }
 
-    /// Copies values, in the order of all that was queued on their streams before. The copies are made when this returns.
+    /// Copies values, after all work queued on their streams before. The copies are complete when this returns.
     ///
     /// # Errors
-    /// `Budget` if there is no room for them, `OutOfMemory`, `Argument` for what is no memory of its device, `Driver`.
+    /// `Budget` if there is no room for them, `OutOfMemory`, `Argument` for pointers that are not
+    /// memory of their device, `Driver`.
     pub(super) fn copy(self: &Arc<Self>, cuda: &Cuda, from: &[DeviceMemory]) -> Result<HostCopies> {
         let (mut places, mut end) = (Vec::with_capacity(from.len()), 0usize);
         for m in from {
@@ -63,7 +64,7 @@ impl HostMemory {
         Ok(copies)
     }
 
-    /// A stream for each device, behind what was queued on the streams of its memory.
+    /// For each device, a stream that waits for what was queued on the streams of its memory.
     fn streams(&self, cuda: &Cuda, from: &[DeviceMemory]) -> Result<BTreeMap<u32, Arc<Stream>>> {
         let ordinals: BTreeSet<_> = from.iter().map(DeviceMemory::ordinal).collect();
         let streams = ordinals.into_iter().map(|o| Ok((o, self.stream(cuda, o)?)));
@@ -83,7 +84,7 @@ impl HostMemory {
         Ok(out)
     }
 
-    /// The stream of a device. To open a device takes milliseconds.
+    /// The stream of a device, which is kept: opening a device takes milliseconds.
     fn stream(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stream>> {
         let mut streams = lock(&self.streams);
         if let Some(stream) = streams.get(&ordinal) {
@@ -127,7 +128,8 @@ impl Drop for HostCopies {
     fn drop(&mut self) {
         let pinned = self.pinned.take();
         if std::process::id() != self.process {
-            // A fork's copy: the driver knows nothing of it, and who held a lock is not here.
+            // In a forked process, the driver does not know this memory, and the thread that held a
+            // lock does not exist.
             std::mem::forget(pinned);
             return;
         }

@@ -1,4 +1,4 @@
-//! What is to be decoded, and where its frames lie.
+//! What to decode, and where its frames lie.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::route::scale;
 use crate::DeviceMemory;
 use crate::{TensorSpec, moment_dtypes};
 
-/// Bytes of a decoded chunk that go somewhere.
+/// Bytes of a decoded chunk, and where they go.
 #[derive(Debug, Clone, Copy)]
 pub struct Piece {
     /// Where they start in the chunk's values.
@@ -22,11 +22,11 @@ pub struct Piece {
 /// A frame to decode.
 #[derive(Debug, Clone)]
 pub struct FrameJob<'a> {
-    /// Number of the tensor, for errors.
+    /// Index of the tensor, for errors.
     pub tensor: usize,
-    /// What decoding needs to know of the tensor. Jobs of one number have one spec.
+    /// What decoding needs to know of the tensor. Jobs with the same index have the same spec.
     pub spec: TensorSpec<'a>,
-    /// Number of the chunk.
+    /// Index of the chunk.
     pub chunk: u64,
     /// Its record.
     pub record: ChunkRecord,
@@ -34,19 +34,19 @@ pub struct FrameJob<'a> {
     pub at: usize,
     /// Bytes of its values.
     pub bytes: u64,
-    /// Which of them are wanted, and where: all on one device, without overlap. Of a difference from a
-    /// parent that is one piece, the whole chunk; the parent's values lie there, or are put there by
-    /// earlier calls.
+    /// Which of them are wanted, and where: all on one device, without overlap. For a difference
+    /// from a parent it is a single piece, the whole chunk; the parent's values lie there, or
+    /// earlier calls put them there.
     pub pieces: Vec<Piece>,
-    /// Of a copy the values that it is a copy of, of a rounded one twice its bytes: there they lie already.
+    /// For a copy, where the values that it is a copy of already lie; for a rounded copy they have twice its bytes.
     pub input: Option<DeviceMemory>,
-    /// Of weights that are told from their moments: where the values of both lie already, as many as its own.
+    /// For weights with contexts from moments, where the values of both moments already lie, as many as its own.
     pub moments: Option<[DeviceMemory; 2]>,
 }
 
 impl FrameJob<'_> {
-    /// Whether its values follow from others that the frame does not have: those lie there, or the device does not
-    /// decode it.
+    /// Whether decoding needs values that are not in the frame: they must lie on the device, or the
+    /// device does not decode it.
     pub(super) fn has_input(&self) -> bool {
         !self.spec.plan.inputs.is_empty() && !self.record.plain
     }
@@ -68,7 +68,7 @@ pub struct Batch<'a> {
     pub jobs: Vec<FrameJob<'a>>,
 }
 
-/// A batch that has a slot, and its frames when it is started.
+/// A batch that has a slot, with its frames once it is started.
 pub(super) struct Filled<'a> {
     pub(super) ordinal: u32,
     pub(super) slot: usize,
@@ -91,7 +91,7 @@ impl Frames {
     }
 }
 
-/// Whether moments of a chunk lie on a device, and have as many values as it.
+/// Whether the moments of a chunk lie on a device, and have as many values as the chunk.
 fn has_moments(job: &FrameJob<'_>, moments: [DeviceMemory; 2], ordinal: u32) -> bool {
     let Ok(dtypes) = moment_dtypes(job.spec.side) else { return false };
     let values = job.bytes / job.spec.dtype.value_width() as u64;
@@ -101,7 +101,7 @@ fn has_moments(job: &FrameJob<'_>, moments: [DeviceMemory; 2], ordinal: u32) -> 
     })
 }
 
-/// Checks what the caller says of jobs.
+/// Checks the caller's jobs.
 pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]) -> Result<()> {
     if len > room {
         let (what, needed, budget) = ("frames in one push", len as u64, room as u64);

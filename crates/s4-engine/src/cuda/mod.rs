@@ -1,4 +1,5 @@
-//! The CUDA engine: tensors in device memory into the frames that the CPU engine writes, and back.
+//! The CUDA engine: encodes tensors in device memory into the frames that the CPU engine writes,
+//! and decodes them again.
 //!
 //! A [`CudaEngine`] plans with the CPU's planner, on samples that it fetches; encodes in groups of
 //! chunks on a stream of low priority, while the frames of the group before are copied into pinned
@@ -6,8 +7,8 @@
 //! memory. It keeps within a budget of device memory and two of pinned memory, and takes at most half of the
 //! device memory that is free. Frames come in memory that callers may hold on to ([`EncodedFrame::held`]).
 //!
-//! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
-//! bytes. What is deliberately absent: threads of its own, where frames are kept.
+//! Chunks that need what the kernels lack (`zstd`, `token`) are copied to the host and handled by the CPU engine,
+//! with the same bytes. Deliberately absent: threads of its own, where frames are kept.
 
 mod decode;
 mod encode;
@@ -64,15 +65,15 @@ use worker::{Session, Task, Worker};
 /// How much memory the engine may take.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
-    /// Device memory for scratch, in bytes, on each device, while a call works: 16 MiB at least. A call takes
-    /// less where that is more than an eighth of what is free: then 256 MiB, or half of what is free if that is less.
+    /// Scratch memory on each device while a call runs, in bytes: at least 16 MiB. A call takes at most an eighth of
+    /// the free device memory, or, if that is more, the smaller of 256 MiB and half of what is free.
     pub scratch: u64,
-    /// Page-locked host memory, in bytes, for each device that was used, as long as the engine lives.
+    /// Page-locked host memory for each device that was used, in bytes, held as long as the engine lives.
     pub pinned: u64,
-    /// The most page-locked host memory, in bytes, for frames that callers hold on to, of all devices. It is
-    /// taken when it is needed, and kept for later calls. Frames that it has no room for have to be copied.
+    /// The most page-locked host memory, in bytes and over all devices, for frames that callers hold on to. It is
+    /// taken when needed and kept for later calls. Frames that do not fit must be copied.
     pub frames: u64,
-    /// Vector instructions of what the CPU does.
+    /// Vector instructions for the CPU's work.
     pub simd: Simd,
 }
 
@@ -88,7 +89,7 @@ impl Default for CudaOptions {
 pub struct Chunks {
     /// By the kernels.
     pub device: u64,
-    /// By the CPU, because the kernels lack something that the plan or the frame has.
+    /// By the CPU, because the kernels lack something that the plan or the frame needs.
     pub host: u64,
     /// By the CPU, because the kernels refused them: damaged frames.
     pub refused: u64,
@@ -102,7 +103,7 @@ struct Counters {
     refused: AtomicU64,
 }
 
-/// What the CPU does for the devices, and what they share.
+/// The CPU engine, and what all devices share.
 struct Host {
     cpu: CpuEngine,
     chunks: Counters,
@@ -114,20 +115,20 @@ pub struct CudaEngine {
     cuda: Cuda,
     host: Host,
     options: CudaOptions,
-    /// For copies of values.
+    /// Page-locked memory for copies of values.
     copies: Arc<HostMemory>,
     /// nvCOMP, once it was needed and found.
     library: Mutex<Option<Arc<Library>>>,
     workers: Mutex<BTreeMap<(u32, Task), SharedWorker>>,
 }
 
-/// A worker, which one call has at a time.
+/// A worker, used by one call at a time.
 type SharedWorker = Arc<Mutex<Worker>>;
 
-/// The least device memory and pinned memory, in bytes, that have room for a worker for each task: then tensors are planned
-/// while others are encoded.
+/// The least device memory and pinned memory, in bytes, with room for a worker for each task:
+/// tensors are then planned while others are encoded.
 const BOTH: (u64, u64) = (128 << 20, 64 << 20);
-/// A device with so many times the scratch free has room for it.
+/// A device with this many times the scratch memory free has room for it.
 const AMPLE: u64 = 8;
 
 impl CudaOptions {
@@ -160,12 +161,12 @@ struct Workers(Vec<(u32, SharedWorker)>);
 impl Workers {
     fn lock(&self, ordinal: u32) -> Option<MutexGuard<'_, Worker>> {
         let worker = &self.0.iter().find(|w| w.0 == ordinal)?.1;
-        // What a worker keeps is whole also where a call on it ended early.
+        // A worker's state stays whole even if a call on it ended early.
         Some(lock(worker))
     }
 }
 
-/// The chunks of one device, on their way.
+/// The chunks of one device on their way to frames.
 #[expect(clippy::large_enum_variant, reason = "one a device")]
 enum DeviceQueue<'a> {
     /// Encoded by this crate's kernels.
@@ -182,7 +183,7 @@ impl<'a> DeviceQueue<'a> {
         }
     }
 
-    /// Waits for the next chunks of this device; gives their tensors and numbers: none after the last one.
+    /// Waits for the next chunks of this device; returns their tensor and chunk indices, none after the last one.
     fn ready<E: From<CudaError>>(
         &mut self,
         inputs: &'a dyn Inputs<E>,
@@ -193,7 +194,7 @@ impl<'a> DeviceQueue<'a> {
         }
     }
 
-    /// The next `count` of those that are there.
+    /// The next `count` of the chunks that are ready.
     fn take<E>(&mut self, count: usize, inputs: &dyn Inputs<E>) -> Result<Vec<EncodedFrame<'_>>> {
         match self {
             Self::Kernels(queue) => queue.take(count, inputs),
@@ -228,7 +229,7 @@ impl Engine for CudaEngine {
     {
         check(jobs)?;
         let mut first = 0;
-        // Runs of tensors whose plans are all the library's, or all not.
+        // Split into runs of tensors that the library codes, and of tensors that it does not.
         for run in jobs.plans.chunk_by(|a, b| nvcomp::codes(a) == nvcomp::codes(b)) {
             let run = first..first + run.len();
             first = run.end;
@@ -270,8 +271,8 @@ impl CudaEngine {
         own.iter().map(peak).sum()
     }
 
-    /// Opens a device, unless it is open, and sees whether there is room for scratch. Waits for no stream of the
-    /// caller's, and for no call that uses the device.
+    /// Opens a device, unless it is open, and checks that there is room for scratch memory. Waits
+    /// neither for the caller's streams nor for calls that use the device.
     ///
     /// # Errors
     /// `Gpu`: there is no such device, or not enough memory.
@@ -282,9 +283,9 @@ impl CudaEngine {
         };
         let workers = self.workers(Task::Code, std::iter::once(ordinal))?;
         for (_, worker) in &workers.0 {
-            // Who uses it has found room.
+            // A call that is using it has found room.
             let Ok(worker) = worker.try_lock() else { continue };
-            // To take the memory costs a millisecond, and where much is free it says nothing new.
+            // Taking the memory costs a millisecond, and tells nothing new if plenty is free.
             let ample = worker.pool.budget().saturating_mul(AMPLE);
             if !is_open || worker.device.memory()?.0 < ample {
                 Session::new(worker, std::iter::empty())?;
@@ -298,40 +299,41 @@ impl CudaEngine {
         self.host.pieces.memory()
     }
 
-    /// Sets [`CudaOptions::frames`]. What is in use beyond that goes back to the system once nobody holds it.
+    /// Sets [`CudaOptions::frames`]. Memory in use beyond that goes back to the system once nobody holds it.
     pub fn limit_frame_memory(&self, bytes: u64) {
         self.host.pieces.limit(bytes);
     }
 
-    /// Takes one more piece of that memory for later calls, unless what was taken has room for `bytes` of frames.
-    /// Returns whether it did: never beyond the budget, nor before the first frames. A system takes some
-    /// milliseconds to lock the pages of a piece, which nobody waits for where this is called between two saves.
+    /// Takes one more piece of that memory for later calls, unless the pieces taken so far have room for `bytes` of
+    /// frames. Returns whether it did: never beyond the budget, and not before any frames needed a piece. Locking the
+    /// pages of a piece takes some milliseconds, which nobody waits for if this is called between two saves.
     pub fn grow_frame_memory(&self, bytes: u64) -> bool {
         self.host.pieces.grow(bytes)
     }
 
-    /// Claims memory for frames ([`EncodedFrame::held`]) that are to stay for later calls, which send them to a
-    /// device from where they are: the same bytes, to be held instead. `None`: no part of the budget is left for
-    /// them. Half of it is for frames that stay.
+    /// Claims memory for frames ([`EncodedFrame::held`]) that stay for later calls, which send them
+    /// to a device straight from there. Returns the same bytes, to hold instead of `frames`; `None`
+    /// if their part of the budget, half of it, has no room left.
     pub fn keep_frames(&self, frames: &[Bytes]) -> Option<Vec<Bytes>> {
         self.host.pieces.keep(frames)
     }
 
-    /// Gives the memory of frames and copies that nobody holds back to the system.
+    /// Returns the memory of frames and copies that nobody holds to the system.
     pub fn trim_frame_memory(&self) {
         self.host.pieces.shrink(0);
     }
 
-    /// Copies values to page-locked memory of the host, within the budget of [`CudaOptions::frames`], in the order of all
-    /// that was queued on their streams before. The copies are made when this returns; the memory is kept for later ones.
+    /// Copies values to page-locked host memory, within the budget of [`CudaOptions::frames`], after all work queued
+    /// on their streams before. The copies are complete when this returns; the memory is kept for later ones.
     ///
     /// # Errors
-    /// `Budget` if there is no room for them, `OutOfMemory`, `Argument` for what is no memory of its device, `Driver`.
+    /// `Budget` if there is no room for them, `OutOfMemory`, `Argument` for pointers that are not
+    /// memory of their device, `Driver`.
     pub fn copy_to_host(&self, from: &[DeviceMemory]) -> std::result::Result<HostCopies, GpuError> {
         self.copies.copy(&self.cuda, from)
     }
 
-    /// Copies values to the host: for each item, in order, its number and its bytes, in batches.
+    /// Copies values to the host. `sink` gets batches of items, in order: each item's index and bytes.
     ///
     /// # Errors
     /// `Gpu`, also for a range outside its memory; those of `sink`.
@@ -383,7 +385,7 @@ impl CudaEngine {
         while let Some(chunk) = all.peek() {
             let ordinal = memory[chunk.tensor - run.start].ordinal();
             let Some(queue) = queues.get_mut(&ordinal) else { break };
-            // As many as come before the next one of another device.
+            // All chunks up to the next one of another device.
             let ready = queue.ready(jobs.inputs)?;
             let mut is_next = |c: &(usize, u64)| {
                 let next = all.peek().is_some_and(|chunk| chunk.name() == *c);
@@ -402,7 +404,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// The library, if it is to code a run of tensors: all or none of them have such planes.
+    /// The library if it must code a run of tensors, of which all or none have planes for it.
     fn coding_library(
         &self,
         plans: &[TensorPlan],
@@ -427,24 +429,25 @@ impl CudaEngine {
         Ok(Arc::clone(known.insert(Arc::new(Library::open(&self.cuda)?))))
     }
 
-    /// What [`CudaEngine::decode`] decodes streams in blocks with, those of these closed bitstreams included; `None` where there is no nvCOMP that reads all of them.
+    /// Lets [`CudaEngine::decode`] decode streams in blocks, including those of the given closed
+    /// bitstreams; `None` if there is no nvCOMP that reads all of them.
     ///
-    /// Only for checkpoints that a program wrote which the caller trusts: nvCOMP's decoders may read and
-    /// write any memory of the device when they are given other bytes, and checksums do not say who
+    /// Only for checkpoints written by a program that the caller trusts: given other bytes,
+    /// nvCOMP's decoders may read and write any memory of the device, and checksums do not say who
     /// wrote a file.
     pub fn trusted(&self, closed: &[ClosedCodec]) -> Option<Trusted> {
         let library = self.library().ok().filter(|l| l.reads(closed))?;
         Some(Trusted { library, closed: closed.to_vec() })
     }
 
-    /// Decodes frames into device memory. `memory` is all that will be written, `work` pushes the
-    /// frames; when this returns, all of it is done and checked. With `trusted`, streams in blocks are
-    /// decoded on the device, too.
+    /// Decodes frames into device memory. `memory` is all memory that will be written, and `work`
+    /// pushes the frames; everything is done and checked when this returns. With `trusted`, streams
+    /// in blocks are decoded on the device, too.
     ///
     /// # Errors
-    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a chunk that is damaged or
-    /// not supported, by number of tensor and chunk; what was decoded is unspecified then. Those of
-    /// `work`.
+    /// `Gpu`: pointers that are not device memory, budgets, the driver. `Format`: a damaged or
+    /// unsupported chunk, with its tensor and chunk index; the decoded values are then unspecified.
+    /// Those of `work`.
     pub fn decode<'a, E: From<CudaError>>(
         &self,
         memory: &[DeviceMemory],
@@ -458,7 +461,7 @@ impl CudaEngine {
         Ok(decoder.finish()?)
     }
 
-    /// Opens the devices that are not open yet for a task.
+    /// The workers of some devices for a task; opens devices that are not open yet.
     fn workers(&self, task: Task, ordinals: impl Iterator<Item = u32>) -> Result<Workers> {
         let task = if self.options.plans_apart() { task } else { Task::Code };
         let mut wanted: Vec<u32> = ordinals.collect();
@@ -482,7 +485,7 @@ impl CudaEngine {
         Ok(Workers(out))
     }
 
-    /// A session on each of some devices, for what it has of some memory.
+    /// A session on each device, for the part of `memory` that it has.
     fn sessions<'a>(
         &self,
         workers: &'a Workers,
@@ -498,7 +501,7 @@ impl CudaEngine {
     }
 }
 
-/// Checks what the caller says of tensors.
+/// Checks the caller's tensors and plans.
 fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
     jobs.check()?;
     let known = |plan: &TensorPlan| {

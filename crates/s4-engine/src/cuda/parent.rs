@@ -16,10 +16,10 @@ fn is_delta(frame: &InputFrame<'_>) -> bool {
 }
 
 const CHUNK: usize = size_of::<DecodeChunk>();
-/// What a frame takes besides itself: descriptor and status.
+/// Bytes that a frame takes besides itself: descriptor and status.
 pub(super) const PER_FRAME: u64 = CHUNK as u64 + 4;
-/// What the chunks of a tensor share: all of the tables that contexts ask for. Where it is more, as many columns
-/// may be, the CPU decodes what there is no room for.
+/// Bytes that the chunks of a tensor share: all the tables that contexts need. For more, such as
+/// many columns, there may be no room: the CPU then decodes the frame.
 pub(super) const PER_TENSOR: u64 = 20 * size_of::<SharedTable>() as u64;
 
 /// A frame to be decoded on the device.
@@ -27,12 +27,12 @@ struct Entry {
     job: usize,
     route: Route,
     chunk: DecodeChunk,
-    /// Places of what its tensor's chunks share, and of its rows, among the extras.
+    /// Places of its tensor's shared data and of its rows among the extras.
     set: SetPlace,
     rows: Option<u64>,
 }
 
-/// The frames of a group's parents: those that need nothing, those that need these, and so on.
+/// The frames of a group's parents, in levels: those that need no input, those that need the first level, and so on.
 pub(super) struct Levels<'a> {
     levels: Vec<Vec<Entry>>,
     /// What precedes the descriptors.
@@ -41,7 +41,8 @@ pub(super) struct Levels<'a> {
     used: usize,
     most: usize,
     extra_len: usize,
-    /// By the address of the side data that they are made of. Chunks of a tensor follow each other.
+    /// Places of shared data, by the address of the side data that it is made from. Chunks of a
+    /// tensor follow each other.
     known: Vec<(*const s4_format::side::Side, SetPlace)>,
     tensor: usize,
 }
@@ -68,15 +69,15 @@ pub(super) struct Target {
 }
 
 impl<'a> Levels<'a> {
-    /// None, of which the descriptors may take `most` bytes.
+    /// No frames yet. Extras, descriptors and statuses may take `most` bytes.
     pub(super) fn new(most: usize) -> Self {
         let (levels, extras, known) = Default::default();
-        // Where they start is a multiple of 16.
+        // Their start is rounded up to a multiple of 16.
         Self { levels, extras, used: ALIGN, most, extra_len: 0, known, tensor: 0 }
     }
 
-    /// Adds the frames of a chunk, which lie at the given address each; `false`, and none is added:
-    /// the CPU is to decode them.
+    /// Adds the frames of a chunk, each at its given address; `false` if the CPU must decode them:
+    /// then none is added.
     pub(super) fn add(&mut self, to: &Target, frames: &[InputFrame<'a>], at: &[u64]) -> bool {
         if self.tensor != to.tensor {
             self.known.clear();
@@ -85,12 +86,13 @@ impl<'a> Levels<'a> {
         let mut entries = vec![];
         for (level, (f, &address)) in frames.iter().zip(at).enumerate() {
             let routed = decode_route(&f.spec, &f.record, &f.bytes, to.bytes);
-            // Moments are not among what a caller gives of a parent.
+            // Callers give no moments for a parent.
             let Some((route, mut chunk)) = routed.filter(|r| r.0 != Route::Update) else {
                 return false;
             };
             let Some((set, rows)) = self.extras_of(f, &chunk, to.chunk) else { return false };
-            // Only the first one is no delta; and scratch is for frames that became smaller.
+            // Only the first one is not a delta, and scratch memory only suffices for frames that
+            // are not larger than their values.
             if is_delta(f) != (level > 0) || f.bytes.len() as u64 > to.bytes {
                 return false;
             }
@@ -115,7 +117,7 @@ impl<'a> Levels<'a> {
         true
     }
 
-    /// What a frame needs beside its descriptor, added; `None`: there is no room, or it is not sound.
+    /// Adds what a frame needs besides its descriptor; `None`: there is no room, or it is not sound.
     fn extras_of(
         &mut self,
         frame: &InputFrame<'a>,
@@ -148,7 +150,7 @@ impl<'a> Levels<'a> {
         Some((place, rows))
     }
 
-    /// Adds what precedes the descriptors; gives where it starts, if there is room.
+    /// Adds data that precedes the descriptors; returns where it starts, if there is room.
     fn push(&mut self, extra: Extra<'a>) -> Option<u64> {
         let (at, len) = (self.extra_len, extra.len());
         if self.used + len > self.most {
@@ -172,8 +174,8 @@ impl<'a> Levels<'a> {
         LevelPlaces { start, end, status: end, frames }
     }
 
-    /// Writes descriptors and tables into a slot's meta memory, which lies at `meta` on the device.
-    /// Gives what to decode, one batch after the other, and for each status the number of its job.
+    /// Writes descriptors and tables into a slot's meta memory, which lies at `meta` on the device. Returns the
+    /// batches to decode, one after the other, and for each status the index of its job.
     pub(super) fn describe(
         mut self,
         places: &LevelPlaces,
@@ -205,7 +207,7 @@ impl<'a> Levels<'a> {
     }
 }
 
-/// Checks what a caller gave for a chunk, and how long it is.
+/// Checks the input that a caller gave for a chunk, and its length.
 pub(super) fn check(parent: &Input<'_>, ordinal: u32, bytes: u64) -> Result<()> {
     let found = match parent {
         Input::Device(m) | Input::Stored { values: m, .. } if m.ordinal() != ordinal => {
@@ -224,18 +226,18 @@ pub(super) fn check(parent: &Input<'_>, ordinal: u32, bytes: u64) -> Result<()> 
     Err(GpuError::Argument(what).into())
 }
 
-/// How much some frames are.
+/// The size of some frames as an input.
 pub(super) fn size(frames: &[InputFrame<'_>]) -> InputSize {
     let each = frames.iter().map(|f| (f.bytes.len() as u64).next_multiple_of(ALIGN as u64));
     InputSize { bytes: each.sum(), frames: u32::try_from(frames.len()).unwrap_or(u32::MAX) }
 }
 
-/// Bytes that a chunk's parent takes in a slot: what it is made of, or its values if that is more.
+/// Bytes that a chunk's parent takes in a slot: what it is decoded from, or its values if they are more.
 pub(super) fn stored(size: InputSize, bytes: u64) -> u64 {
     size.bytes.max(bytes).checked_next_multiple_of(ALIGN as u64).unwrap_or(u64::MAX)
 }
 
-/// Scratch that decoding a chunk's frames takes: one after the other uses the same.
+/// Scratch memory for decoding a chunk's frames, which use it one after the other.
 pub(super) fn scratch(bytes: u64, width: u64) -> u64 {
     abi::decode_scratch(Route::Predicted, bytes / width, width, bytes).next_multiple_of(16)
 }

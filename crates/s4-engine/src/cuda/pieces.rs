@@ -1,7 +1,7 @@
 //! Page-locked memory that encoded frames stay in for as long as somebody needs them.
 //!
-//! To lock a page takes longer than to copy to it, so pieces are taken when they are needed and kept for
-//! later calls. Where the budget does not allow another one, frames are handed on in the ring of their device.
+//! Locking a page takes longer than copying to it, so pieces are taken when they are needed and kept for later calls.
+//! Where the budget does not allow another one, frames are handed on in the ring of their device.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
@@ -12,21 +12,21 @@ use s4_format::limits::MAX_CHUNK_BYTES;
 
 use crate::threads::lock;
 
-/// The most bytes of a piece: as many as a group of chunks has, which takes a millisecond to copy.
+/// The most bytes of a piece: about a group of chunks, which takes a millisecond to copy.
 const MOST: u64 = 32 << 20;
-/// The least: a piece holds any frame.
+/// The least bytes of a piece: it must hold any frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
-/// Pieces that a budget has room for, if they can be as small.
+/// Number of pieces that a budget has room for, if they can be that small.
 const IN_BUDGET: u64 = 8;
 /// What memory for copies is for, in errors.
 const COPIES: &str = "page-locked memory for a copy of the tensors";
-/// One part in this many of the budget is for frames that stay beyond their call: the others are for the next one.
+/// One part in this many of the budget is for frames that outlive their call: the rest is for the next call.
 const KEPT: u64 = 2;
 
 /// Page-locked memory for encoded frames, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FrameMemory {
-    /// What the system gave, and was not given back; copies of values ([`super::HostCopies`]) included.
+    /// What was taken from the system and not given back, including copies of values ([`super::HostCopies`]).
     pub taken: u64,
     /// The part of it that holds neither frames nor copies.
     pub idle: u64,
@@ -38,7 +38,7 @@ pub struct FrameMemory {
     pub pieces: u64,
 }
 
-/// Pieces that hold frames, and those that are kept for the next. Clones share them.
+/// Pieces that hold frames, and idle ones for the next. Clones share them.
 #[derive(Debug, Clone)]
 pub(super) struct Pieces {
     held: Arc<Mutex<Held>>,
@@ -49,12 +49,12 @@ pub(super) struct Pieces {
 #[derive(Debug)]
 struct Held {
     idle: Vec<Arc<Pinned>>,
-    /// Memory of copies that are not needed any more, for the next ones.
+    /// Memory of copies that are gone, for the next ones.
     spare: Option<Pinned>,
     memory: FrameMemory,
     /// The device that the last piece was taken for.
     device: Option<Arc<Device>>,
-    /// By their addresses, pieces that exist, and some that did.
+    /// Pieces by address: all that exist, and some that are gone.
     known: BTreeMap<usize, Weak<Pinned>>,
 }
 
@@ -78,13 +78,13 @@ impl Pieces {
         FrameMemory { idle: spare + held.idle.len() as u64 * self.size, ..held.memory }
     }
 
-    /// Sets the budget. What is idle beyond it goes back to the system at once, the rest once it is idle.
+    /// Sets the budget. Idle memory beyond it goes back to the system at once, the rest once it is idle.
     pub(super) fn limit(&self, budget: u64) {
         lock(&self.held).memory.budget = budget;
         self.shrink(budget);
     }
 
-    /// Gives back what is idle, until no more than `most` bytes are taken.
+    /// Gives back idle memory until no more than `most` bytes are taken.
     pub(super) fn shrink(&self, most: u64) {
         self.drop_spare(most);
         let mut gone = vec![];
@@ -95,11 +95,11 @@ impl Pieces {
             held.memory.taken -= self.size;
             gone.push(piece);
         }
-        // The driver takes its time.
+        // Unlocked first: the driver takes its time to free memory.
         drop(held);
     }
 
-    /// Gives back the memory of copies that nobody needs if more than `most` bytes are taken.
+    /// Gives back the spare memory of copies if more than `most` bytes are taken.
     fn drop_spare(&self, most: u64) {
         let spare = {
             let mut held = lock(&self.held);
@@ -110,7 +110,7 @@ impl Pieces {
         }
     }
 
-    /// Page-locked memory of at least so many bytes for copies, within the budget: idle pieces make room for it.
+    /// Page-locked memory of at least `bytes` bytes for copies, within the budget: idle pieces make room for it.
     ///
     /// # Errors
     /// `Budget` if there is no room for it, `OutOfMemory`, `Driver`.
@@ -118,7 +118,7 @@ impl Pieces {
         let spare = lock(&self.held).spare.take();
         match spare {
             Some(spare) if spare.len() >= bytes => return Ok(spare),
-            // The old one goes before the new one comes.
+            // The old memory is freed before new memory is taken.
             Some(smaller) => self.release(smaller),
             None => {}
         }
@@ -130,7 +130,7 @@ impl Pieces {
         Pinned::new(device, bytes).inspect_err(|_| lock(&self.held).memory.taken -= needed)
     }
 
-    /// Takes the memory of copies back, to be used for the next ones.
+    /// Takes the memory of copies back, for the next ones.
     pub(super) fn give_back(&self, pinned: Pinned) {
         let mut gone = Some(pinned);
         {
@@ -146,7 +146,7 @@ impl Pieces {
         }
     }
 
-    /// Gives memory that was claimed back to the system.
+    /// Returns claimed memory to the system.
     fn release(&self, pinned: Pinned) {
         let bytes = pinned.len() as u64;
         drop(pinned);
@@ -167,12 +167,13 @@ impl Pieces {
         true
     }
 
-    /// Takes one more piece, to be idle, unless those that were taken hold `bytes` of frames already. Returns whether it
-    /// did: not beyond the budget, not where the system has none, and not before a piece was needed.
+    /// Takes one more piece, which stays idle, unless the pieces taken so far have room for `bytes`
+    /// of frames. Returns whether it did: not beyond the budget, not if the system has no memory,
+    /// and not before a piece was needed.
     pub(super) fn grow(&self, bytes: u64) -> bool {
         let device = {
             let held = lock(&self.held);
-            // Each ends with less room than its next frame has.
+            // The end of each piece may be too short for its next frame.
             let enough = bytes.saturating_add(held.memory.kept);
             let enough = enough.saturating_add(enough / 16).saturating_add(self.size);
             held.device.clone().filter(|_| held.memory.taken < enough)
@@ -181,7 +182,7 @@ impl Pieces {
         self.lock_pages(&device).map(|new| drop(self.piece(new))).is_some()
     }
 
-    /// The piece that some bytes lie in, and where they start there.
+    /// The piece that some bytes lie in, and where they start in it.
     pub(super) fn find(&self, bytes: &[u8]) -> Option<(Arc<Pinned>, usize)> {
         let start = bytes.as_ptr() as usize;
         let held = lock(&self.held);
@@ -190,8 +191,8 @@ impl Pieces {
         (at.checked_add(bytes.len())? <= piece.len()).then_some((piece, at))
     }
 
-    /// Claims memory for frames that stay beyond their call: the same bytes, which hold the claim. `None` beyond the part
-    /// of the budget that is for them.
+    /// Claims memory for frames that outlive their call. Returns the same bytes, which hold the
+    /// claim; `None` if that exceeds the part of the budget for such frames.
     pub(super) fn keep(&self, frames: &[Bytes]) -> Option<Vec<Bytes>> {
         let bytes = frames.iter().map(|f| f.len() as u64).sum();
         {
@@ -229,7 +230,7 @@ impl Pieces {
         held.memory.taken += self.size;
         held.memory.pieces += 1;
         held.device = Some(Arc::clone(device));
-        // The driver takes its time.
+        // Unlocked first: the driver takes its time to lock pages.
         drop(held);
         let new = Pinned::new(device, usize::try_from(self.size).unwrap_or(usize::MAX));
         let mut held = lock(&self.held);
@@ -243,7 +244,7 @@ impl Pieces {
     }
 }
 
-/// A part of the budget that frames take which stay.
+/// The part of the budget that kept frames take.
 #[derive(Debug)]
 struct Claim {
     home: Weak<Mutex<Held>>,
@@ -253,7 +254,7 @@ struct Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        // Who held the lock when a process forked is not in the new one.
+        // In a forked process, the thread that held the lock does not exist.
         let home = self.home.upgrade().filter(|_| std::process::id() == self.process);
         if let Some(home) = home {
             lock(&home).memory.kept -= self.bytes;
@@ -261,7 +262,7 @@ impl Drop for Claim {
     }
 }
 
-/// Frames, and what they take of the budget.
+/// Frames with their claim on the budget.
 struct KeptFrames {
     frames: Bytes,
     _claim: Arc<Claim>,
@@ -285,7 +286,8 @@ impl Drop for Piece {
     fn drop(&mut self) {
         let pinned = Arc::clone(&self.pinned);
         if std::process::id() != self.process {
-            // A fork's copy: the driver knows nothing of it, and who held the lock is not here.
+            // In a forked process, the driver does not know this memory, and the thread that held
+            // the lock does not exist.
             std::mem::forget(pinned);
             return;
         }

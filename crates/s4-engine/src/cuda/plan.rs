@@ -1,4 +1,4 @@
-//! Plans of device tensors: samples of them are fetched, and planned on the threads of the caller.
+//! Plans device tensors: their samples are fetched, and planned on the caller's threads.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -18,10 +18,10 @@ use crate::{
     DeviceMemory, Inputs, Moment, ParentSample, Preset, Scratch, TensorPlan, Values, planner,
 };
 
-/// Bytes of large tensors that are kept until there are enough tensors for all threads.
+/// Large tensors are kept until they add up to this many bytes: then there are enough of them for all threads.
 const LATER: u64 = 128 << 20;
 
-/// A tensor whose row and column offsets are to be fitted, and what was fetched of it.
+/// A tensor whose row and column offsets must be fitted, and what was fetched of it.
 struct Waiting {
     tensor: usize,
     grid: Grid,
@@ -32,7 +32,7 @@ struct Waiting {
     bytes: Vec<u8>,
 }
 
-/// Tensors that are planned, and what of.
+/// The tensors to plan, and what planning needs.
 struct Given<'a, E> {
     preset: Preset,
     tensors: &'a [TensorValues<'a>],
@@ -42,7 +42,7 @@ struct Given<'a, E> {
 }
 
 impl CudaEngine {
-    /// The plan that the CPU engine chooses for the same values.
+    /// Makes the plans that the CPU engine chooses for the same values.
     pub(super) fn plan_tensors<E: From<CudaError> + Send>(
         &self,
         preset: Preset,
@@ -87,7 +87,7 @@ impl CudaEngine {
         all.collect()
     }
 
-    /// Plans tensors whose samples were fetched, and of some the values of their grids behind those.
+    /// Plans tensors whose samples were fetched, for some followed by the values of their grids.
     fn plan_fetched<E: From<CudaError> + Send>(
         &self,
         given: &Given<'_, E>,
@@ -113,7 +113,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Fetches the values of grids, with the samples once more, and plans each tensor that has all of them.
+    /// Fetches the values of grids, together with the samples again, and plans each tensor once it has all of them.
     fn plan_waiting<E: From<CudaError> + Send>(
         &self,
         given: &Given<'_, E>,
@@ -160,7 +160,7 @@ impl CudaEngine {
         self.plan_whole(given, later, plans)
     }
 
-    /// Plans tensors all items of which were fetched.
+    /// Plans tensors of which all items were fetched.
     fn plan_whole<E: From<CudaError> + Send>(
         &self,
         given: &Given<'_, E>,
@@ -171,7 +171,8 @@ impl CudaEngine {
         self.plan_fetched(given, fetched.collect(), plans)
     }
 
-    /// The plan of a tensor whose sample was fetched. `parent`: its parent's, and what its rows and columns say.
+    /// The plan of a tensor whose sample was fetched. `parent`: the parent's sample, and what its
+    /// rows and columns predict.
     fn plan_sample<E>(
         &self,
         given: &Given<'_, E>,
@@ -216,7 +217,7 @@ impl CudaEngine {
     }
 }
 
-/// Rows in items of so many bytes and descriptors, at most.
+/// Groups rows into items of at most the given bytes and descriptors.
 fn in_items(rows: Vec<Rows>, (bytes, descriptors): (u64, u64)) -> Vec<Vec<Rows>> {
     let (mut items, mut left) = (vec![], (0, 0));
     for rows in rows {
@@ -246,12 +247,13 @@ fn about<'a, E>(given: &Given<'a, E>, tensor: usize) -> About<'a> {
     About::new(given.preset, (t.dtype, t.shape, bytes), role, choice)
 }
 
-/// Whether a tensor's values are fetched where they are compared with a parent's: it has one, or will be one.
+/// Whether a tensor's values are fetched at the positions where they are compared with a parent's:
+/// it has a parent, or will be one.
 fn is_probed<E>(given: &Given<'_, E>, tensor: usize) -> bool {
     given.inputs.parent(tensor).is_some() || given.inputs.keeps_samples()
 }
 
-/// The runs of values that are compared with a parent's, unless they are those that are looked at in any case.
+/// The runs of values that are compared with a parent's; empty if they are sampled in any case.
 fn probes_of<E>(given: &Given<'_, E>, tensor: usize) -> Vec<Range<u64>> {
     let t = &given.tensors[tensor];
     let values = t.values.bytes() / t.dtype.value_width() as u64;
@@ -261,16 +263,16 @@ fn probes_of<E>(given: &Given<'_, E>, tensor: usize) -> Vec<Range<u64>> {
     }
 }
 
-/// What was fetched of a tensor, one behind the other.
+/// What was fetched of a tensor, one part after the other.
 struct Fetched<'a> {
     alone: &'a [u8],
     probes: &'a [u8],
-    /// Of its moments, if it has some: what is compared with a parent's. Nothing of those of the host.
+    /// Samples of its moments, if it has some; empty for moments in host memory.
     moments: Option<[&'a [u8]; 2]>,
     grid: &'a [u8],
 }
 
-/// The parts of what was fetched of a tensor.
+/// Splits what was fetched of a tensor into its parts.
 fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> Fetched<'b> {
     let t = &given.tensors[tensor];
     let (width, values) = (t.dtype.value_width() as u64, t.values.bytes());
@@ -296,14 +298,14 @@ fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> Fetched
     Fetched { alone, probes, moments, grid: rest }
 }
 
-/// Where the samples of tensors lie, then those of their moments, and behind these what their grids look at, if they have
-/// one. Moments are on the same device.
+/// The rows to fetch of each tensor: its sample, then those of its moments, which are on the same
+/// device, then the values of its grid if it has one.
 fn sample_rows<E>(
     given: &Given<'_, E>,
     wanted: Vec<(usize, Option<Grid>)>,
 ) -> Result<Vec<Vec<Rows>>> {
     let mut work: Vec<_> = wanted.into_iter().map(|w| (w, None)).collect();
-    // Grids have a range for each row.
+    // Worth several threads: grids have a range for each row.
     each(given.pool, &mut work, |((tensor, grid), rows)| {
         *rows = Some(rows_of(given, *tensor, grid.as_ref()));
     });
@@ -326,7 +328,7 @@ fn rows_of<E>(given: &Given<'_, E>, tensor: usize, grid: Option<&Grid>) -> Resul
     Ok(rows)
 }
 
-/// The memory of a device that a tensor is in.
+/// The device memory that a tensor is in.
 pub(super) fn device_memory(t: &TensorValues<'_>) -> Result<DeviceMemory> {
     let on_host = || GpuError::Argument("values of the host for a CUDA device".into());
     Ok(t.values.memory().ok_or_else(on_host)?)

@@ -11,12 +11,12 @@ use s4_format::{
 use super::sets::{class, float};
 use crate::{PlaneCoding, TensorPlan, TensorSpec};
 
-/// What the kernels predict values from. `None`: in a way that they lack.
+/// What the kernels predict values from; [`prediction_of`] gives `None` for ways that they lack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Prediction {
     /// From nothing.
     Direct,
-    /// From a parent, with one table a plane.
+    /// From a parent, with one table for each plane.
     Parent,
     /// From a parent, with contexts and signs from moments.
     Update,
@@ -54,7 +54,7 @@ fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
     }
 }
 
-/// What descriptors say of a plan beside its layout and residual.
+/// What descriptors say of a plan besides its layout and residual.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Told {
     pub(super) prediction: u8,
@@ -66,7 +66,7 @@ pub(super) struct Told {
 
 impl Told {
     /// # Errors
-    /// `Corrupt` if side data that the plan needs is none.
+    /// `Corrupt` if side data that the plan needs is not valid.
     pub(super) fn of(plan: &Plan, dtype: DType, side: &Side) -> Result<Self> {
         let prediction = match prediction_of(plan, dtype) {
             Some(Prediction::Other(prediction)) => prediction,
@@ -76,7 +76,7 @@ impl Told {
             }
             _ => return Ok(Self::default()),
         };
-        // As the predictors themselves say it on the CPU.
+        // The same as the CPU's predictors say.
         let sparse = !plan.inputs.is_empty() && prediction != prediction::BLEND;
         let mut told = Self { prediction, sparse, ..Self::default() };
         if !plan.contexts.is_none() {
@@ -109,7 +109,7 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, dtype: DType) -> Option<Ro
     Some(fused.unwrap_or(Route::Composed))
 }
 
-/// Bytes of its input for each byte that is predicted by a plan; 0: it has no input.
+/// Bytes of input for each byte that a plan predicts; 0 if it has no input.
 pub(super) fn scale(plan: &Plan) -> u64 {
     match plan.predictor {
         PredictorId::PARENT | PredictorId::BLEND | PredictorId::SAME => 1,
@@ -143,8 +143,8 @@ pub(super) fn codings(plan: &TensorPlan) -> [u8; MAX_PLANES] {
     out
 }
 
-/// Index of a chunk's first value in its tensor, and the values in a row of that; 0 if the tensor has one
-/// dimension.
+/// Index of a chunk's first value in its tensor, and the number of values in a row of the tensor; 0
+/// if it has one dimension.
 pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) -> (u64, u64) {
     let each = (dtype.size() / dtype.value_width()) as u64;
     let cols = if let [_, .., cols] = shape { cols.saturating_mul(each) } else { 0 };
@@ -152,8 +152,8 @@ pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) 
     (chunk.saturating_mul(size), cols)
 }
 
-/// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or
-/// says what is wrong with it. A descriptor with a residual from an input needs its values.
+/// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or says what is wrong
+/// with it. A descriptor with a residual from an input also needs the input's values.
 pub(super) fn decode_route(
     spec: &TensorSpec<'_>,
     record: &ChunkRecord,

@@ -17,34 +17,34 @@ use crate::{TensorPlan, TensorSpec, TensorValues};
 #[derive(Default)]
 pub(super) struct TensorSet<'a> {
     tables: Vec<SharedTable>,
-    /// Tables of each plane.
+    /// Number of tables of each plane.
     counts: [u32; MAX_PLANES],
     /// The offsets of the columns.
     columns: &'a [u8],
-    /// How contexts are told from moments.
+    /// How contexts are derived from moments.
     update: Option<abi::Update>,
 }
 
 /// Where a [`TensorSet`] lies.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct SetPlace {
-    /// Address, or distance from one.
+    /// Address, or offset from one.
     pub(super) at: u64,
     /// Bytes there.
     pub(super) len: usize,
     counts: [u32; MAX_PLANES],
     columns: bool,
-    /// How far from the start [`abi::Update`] lies, if there is one.
+    /// Offset of [`abi::Update`] from the start, if there is one.
     update: Option<usize>,
 }
 
-/// What a chunk alone needs: the offsets of its rows.
+/// What only one chunk needs: the offsets of its rows.
 pub(super) struct Rows<'a> {
     head: abi::Offsets,
     rows: &'a [u8],
 }
 
-/// One or the other, as they lie behind each other.
+/// Either of the two. Extras lie one after the other.
 pub(super) enum Extra<'a> {
     Set(TensorSet<'a>),
     Rows(Rows<'a>),
@@ -70,10 +70,10 @@ impl<'a> TensorSet<'a> {
         Ok(set)
     }
 
-    /// For a decoder. A plane whose tables are of neither precision has none here: its streams are the CPU's.
+    /// For a decoder. A plane whose tables fit neither precision gets none: the CPU decodes its streams.
     ///
     /// # Errors
-    /// `Corrupt` if the side data is none.
+    /// `Corrupt` if the side data is not valid.
     pub(super) fn of_spec(spec: &TensorSpec<'a>) -> Result<Self> {
         let mut set = Self::default();
         let bytes = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
@@ -81,7 +81,7 @@ impl<'a> TensorSet<'a> {
             if bytes.plane(i).is_empty() {
                 continue;
             }
-            // The streams say which precision it is; a table is of one only.
+            // The streams say which precision it is; a table is valid for one only.
             let parse = |precision| parse_tables(precision, bytes.plane(i)).ok();
             let tables = [Precision::P8, Precision::P12].into_iter().find_map(parse);
             set.add(i, &tables.unwrap_or_default());
@@ -98,7 +98,7 @@ impl<'a> TensorSet<'a> {
         self.tables.extend(tables.iter().map(SharedTable::from));
     }
 
-    /// Where it lies if it starts at `at`.
+    /// Its place if it starts at `at`.
     pub(super) fn place(&self, at: u64) -> SetPlace {
         let (counts, columns) = (self.counts, !self.columns.is_empty());
         let update = self.update.map(|_| self.tables_len() + self.columns_len());
@@ -130,7 +130,7 @@ impl<'a> TensorSet<'a> {
 }
 
 impl SetPlace {
-    /// The place, if its distance is from `base`.
+    /// The place, with its offset taken from `base`.
     pub(super) fn moved_by(self, base: u64) -> Self {
         Self { at: base + self.at, ..self }
     }
@@ -146,14 +146,14 @@ impl SetPlace {
         if self.columns { self.at + tables.next_multiple_of(ALIGN) as u64 } else { 0 }
     }
 
-    /// Address of how contexts are told from moments; 0 if they are not.
+    /// Address of [`abi::Update`]; 0 if contexts are not derived from moments.
     pub(super) fn update(&self) -> u64 {
         self.update.map_or(0, |at| self.at + at as u64)
     }
 }
 
 impl<'a> Rows<'a> {
-    /// Of `n` values from number `first` on of a tensor; `None` if nothing is predicted by rows.
+    /// The rows of `n` values from index `first` on of a tensor; `None` if nothing is predicted by rows.
     ///
     /// # Errors
     /// `Corrupt` if the side data is not for the tensor.
@@ -165,7 +165,7 @@ impl<'a> Rows<'a> {
         let Some(offsets) = offsets(predictor, tensor)? else { return Ok(None) };
         let cols = offsets.cols() as u64;
         let (row, end) = (first / cols, (first + n).div_ceil(cols));
-        // They are within the tensor's values, and so within the rows.
+        // The values are within the tensor, so their rows exist.
         let rows = offsets.row_offsets().get(2 * row as usize..2 * end as usize);
         let rows = rows.unwrap_or_default();
         let head = abi::Offsets {
@@ -209,7 +209,7 @@ impl Extra<'_> {
     }
 }
 
-/// Writes all of them, one behind the other; gives the bytes that they take.
+/// Writes all extras, one after the other; returns the bytes that they take.
 pub(super) fn write_all(extras: &[Extra<'_>], to: &mut [u8]) -> usize {
     extras.iter().fold(0, |at, extra| {
         extra.write(&mut to[at..]);
@@ -224,7 +224,7 @@ fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Off
     }
 }
 
-/// How contexts `update` of a tensor are told, if it has such.
+/// How contexts `update` of a tensor are derived, if it has them.
 fn update(
     contexts: ContextsId,
     dtype: DType,
@@ -242,7 +242,7 @@ fn update(
     Ok(Some(abi::Update { floor, offset, weight, moments: [first, second], one_table }))
 }
 
-/// The number of a dtype that weights and moments may be of.
+/// The kernels' number of a dtype that weights and moments may have.
 pub(super) fn float(dtype: DType) -> Option<u8> {
     match dtype {
         DType::BFloat16 => Some(abi::float::BF16),
@@ -270,10 +270,10 @@ pub(super) fn inputs(
     inputs
 }
 
-/// Exponent of class 0, and the shift of what is below it, of the contexts in side data.
+/// Exponent of class 0, and the shift of exponents below it, from the side data of contexts.
 ///
 /// # Errors
-/// `Corrupt` if there are none.
+/// `Corrupt` if the side data has none.
 pub(super) fn class(side: &Side) -> Result<[u8; 2]> {
     let (top, shift) = s4_predict::exponent::parse(side.get(SideKind::CONTEXTS))?;
     // At most 7.

@@ -1,4 +1,4 @@
-//! Copies of values in device memory: what a save in the background encodes while their owner goes on.
+//! Copies of values in device memory, which a background save encodes while their owner goes on.
 //!
 //! A copy is queued on the owner's own stream, between what was queued there before and what comes later:
 //! no thread waits for it. The memory is the device's, not the framework's, and goes back to the device
@@ -17,7 +17,7 @@ const SPAN: usize = size_of::<CopySpan>();
 const ALIGN: u64 = 256;
 /// Devices map memory in pages of this size.
 const PAGE: u64 = 2 << 20;
-/// The driver copies larger tensors, one by one; a kernel copies all others at once.
+/// The driver copies tensors of at least this size, one by one; a kernel copies all others at once.
 const LARGE: u64 = 16 << 20;
 /// What the memory is for, in errors.
 const WHAT: &str = "a copy of the tensors on the device";
@@ -26,9 +26,9 @@ const WHAT: &str = "a copy of the tensors on the device";
 #[derive(Debug)]
 pub struct Stager {
     device: Arc<Device>,
-    /// The order in which memory is taken and freed, and in which copies are read.
+    /// Orders the taking and freeing of memory, and the reading of copies.
     stream: Arc<Stream>,
-    /// Descriptors of the last copy that is done, for the next one.
+    /// Memory for descriptors, from the last copy that is done, for the next one.
     spare: Mutex<Option<Pinned>>,
 }
 
@@ -36,12 +36,13 @@ pub struct Stager {
 #[derive(Debug)]
 pub struct StagedCopies {
     stager: Arc<Stager>,
-    /// What holds them; `None`: there are no bytes. Given back to the device once the stager's stream is done.
+    /// The memory that holds them; `None` if they have no bytes. It goes back to the device once
+    /// the stager's stream is done.
     memory: Option<DeviceMapping>,
     /// The copies, in the order of what was copied.
     copies: Vec<DeviceMemory>,
     copied: Event,
-    /// What the device reads until the copies are done.
+    /// Descriptors that the device reads until the copies are done.
     spans: Option<Pinned>,
 }
 
@@ -64,16 +65,16 @@ impl Stager {
         self.device.memory()
     }
 
-    /// Queues copies of memory of this device, such that at least `leave` bytes of the device's memory
-    /// stay free. They come after all that was queued on the streams of `from` before, and before all that
-    /// is queued there later: this thread does not wait for them.
+    /// Queues copies of memory of this device that leave at least `leave` bytes of the device's
+    /// memory free. They run after everything queued on the streams of `from` before, and before
+    /// everything queued there later; this thread does not wait for them.
     ///
-    /// What is copied may be freed once [`StagedCopies::wait`] has returned, or earlier in the order of those
-    /// streams. The copies may be used at once: their stream, the stager's own, comes after them.
+    /// The originals may be freed once [`StagedCopies::wait`] has returned, or earlier in the order of those streams.
+    /// The copies may be used at once: their stream, the stager's own, waits for them.
     ///
     /// # Errors
-    /// `Budget` if there is no room for them, `OutOfMemory` if it was taken meanwhile, `Argument` for what is
-    /// no memory of the device, `Driver`. Nothing stays allocated then.
+    /// `Budget` if there is no room for them, `OutOfMemory` if it was taken meanwhile, `Argument`
+    /// for pointers that are not memory of the device, `Driver`. Nothing stays allocated then.
     pub fn copy(self: &Arc<Self>, from: &[DeviceMemory], leave: u64) -> Result<StagedCopies> {
         self.check(from)?;
         let plan = Plan::of(from);
@@ -103,8 +104,8 @@ impl Stager {
         Ok(copies)
     }
 
-    /// A stream that comes after all that was queued on `stream` until now: for memory that is read
-    /// later, while its owner goes on queueing work that does not change it.
+    /// A stream that waits for everything queued on `stream` so far: for memory that is read later,
+    /// while its owner goes on queueing work that does not change it.
     ///
     /// # Safety
     /// `stream` is one of the device's primary context.
@@ -127,7 +128,7 @@ impl Stager {
         self.device.check_pointers(memory.iter().map(|m| (m.address(), m.bytes())))
     }
 
-    /// Pinned memory for what the kernel is told.
+    /// Pinned memory for the kernel's descriptors.
     fn descriptors(&self, plan: &Plan) -> Result<Pinned> {
         let bytes = plan.spans.len() * SPAN;
         let spare = lock(&self.spare).take().filter(|p| p.len() >= bytes);
@@ -147,7 +148,7 @@ impl Stager {
         first.wait_for(&self.stream)?;
         others.iter().try_for_each(|s| first.wait_for(s))?;
         let queued = self.queue_on(first, from, plan, copies);
-        // Also after an error: memory that copies in flight write to is freed in the order of the own stream.
+        // Also after an error: memory that copies in flight write to is freed in the order of the stager's stream.
         let recorded = copies.copied.record(first).and_then(|()| self.stream.wait(&copies.copied));
         if recorded.is_err() {
             let _ = first.synchronize();
@@ -198,8 +199,8 @@ impl StagedCopies {
         self.memory.as_ref().map_or(0, DeviceMapping::bytes)
     }
 
-    /// Blocks the calling thread until the copies are made: from then on any stream may change what was
-    /// copied.
+    /// Blocks the calling thread until the copies are made: from then on any stream may change the
+    /// originals.
     ///
     /// # Errors
     /// `Driver`, also for work that was queued before them and failed.
@@ -207,7 +208,7 @@ impl StagedCopies {
         self.copied.synchronize()
     }
 
-    /// Has what is queued on a stream from now on wait for the copies: it may change what was copied.
+    /// Makes work queued on a stream from now on wait for the copies, so that it may change the originals.
     ///
     /// # Safety
     /// `stream` is one of the device's primary context.
@@ -223,7 +224,7 @@ impl StagedCopies {
 
 impl Drop for StagedCopies {
     fn drop(&mut self) {
-        // The stager's stream comes after them.
+        // The stager's stream, in whose order the memory is freed, comes after the copies.
         if self.copied.synchronize().is_ok() {
             let mut spare = lock(&self.stager.spare);
             let larger = |new: &Pinned| spare.as_ref().is_none_or(|old| old.len() < new.len());
@@ -243,7 +244,7 @@ struct Plan {
     spans: Vec<(usize, u64, u64)>,
     /// Where the kernel's descriptors start.
     descriptors: u64,
-    /// All that it takes.
+    /// Bytes that everything takes.
     bytes: u64,
 }
 
@@ -265,7 +266,7 @@ impl Plan {
         plan
     }
 
-    /// Room behind what has some.
+    /// Room for `bytes` bytes after what was placed before.
     fn place(&mut self, bytes: u64) -> u64 {
         let at = self.bytes;
         self.bytes = at.saturating_add(bytes).next_multiple_of(ALIGN);

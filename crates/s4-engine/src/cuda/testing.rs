@@ -1,7 +1,7 @@
 //! Tensors in host memory, encoded and decoded on a device: copied there, worked on and copied back.
 //!
-//! For self-tests, which hold a device against the CPU engine; no part of the crate's API. Who has tensors
-//! in device memory uses [`Engine::encode`] and [`CudaEngine::decode`], which copy no values.
+//! For self-tests, which compare a device with the CPU engine; not part of the crate's API. Callers with tensors in
+//! device memory use [`Engine::encode`] and [`CudaEngine::decode`], which copy no values.
 
 use std::sync::Arc;
 
@@ -115,7 +115,7 @@ pub struct Copies<'a> {
 }
 
 impl<'a> Copies<'a> {
-    /// The device of this ordinal.
+    /// Opens the device with this ordinal.
     ///
     /// # Errors
     /// `Gpu`.
@@ -181,8 +181,8 @@ impl<'a> Copies<'a> {
     /// `trusted` is what [`CudaEngine::decode`] takes.
     ///
     /// # Errors
-    /// As [`CudaEngine::decode`]; `Argument` if the lists differ in length, or a tensor has another number
-    /// of chunks than its size asks for.
+    /// As [`CudaEngine::decode`]; `Argument` if the lists differ in length, or a tensor does not
+    /// have the number of chunks that its size requires.
     pub fn decode(
         &self,
         trusted: Option<&Trusted>,
@@ -197,7 +197,7 @@ impl<'a> Copies<'a> {
             return Err(GpuError::Argument(what.into()).into());
         }
         let ordinal = self.device.ordinal();
-        // Not zeros: values that were not written must show.
+        // Not zeros, so that values that were not written show.
         let buffers = tensors.iter().map(|t| self.upload(&vec![0xee; t.data.len()]));
         let buffers = buffers.collect::<Result<Vec<_>>>()?;
         let memory: Vec<_> = buffers.iter().map(|b| self.memory(b)).collect();

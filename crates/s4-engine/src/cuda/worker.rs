@@ -1,4 +1,4 @@
-//! What the engine holds of one device, and how it cuts the memory that it is allowed.
+//! What the engine holds on one device, and how it divides the memory that it may use.
 
 use std::sync::{Arc, MutexGuard};
 
@@ -7,13 +7,13 @@ use s4_format::limits::MAX_CHUNK_BYTES;
 
 use crate::DeviceMemory;
 
-/// Groups of chunks in flight at once: of one the parents are copied to the device, one is encoded, one copied to the
-/// host, one handed on.
+/// Groups of chunks in flight at once: one whose parents are copied to the device, one being
+/// encoded, one being copied to the host, and one being handed on.
 pub(super) const SLOTS: usize = 4;
-/// The most bytes of values that one group has: two chunks for each multiprocessor of a large device. Fewer take the kernels
-/// nearly as long.
+/// The most bytes of values in one group: two chunks for each multiprocessor of a large device. The
+/// kernels take nearly as long for fewer.
 const MOST: u64 = 64 << 20;
-/// Shares of the device budget where chunks are encoded.
+/// Shares that the device budget is divided into for encoding and decoding.
 const SHARES: u64 = SLOTS as u64 + 6;
 /// Larger budgets are used in whole pieces of this size, which a device maps quickly.
 const PIECE: u64 = 32 << 20;
@@ -23,12 +23,12 @@ const LEAST_DEVICE: u64 = 16 << 20;
 const WHOLE: u64 = 3 << 29;
 /// A session takes up to half of the free device memory, but no more than this or an eighth of it.
 const POLITE: u64 = 256 << 20;
-/// Work on few bytes takes no more scratch than this many times as many, or `POLITE`.
+/// Work on few bytes takes at most this many times as much scratch memory, or `POLITE` if that is more.
 const SCRATCH_SHARE: u64 = 4;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
-/// What memory is cut for.
+/// What a worker's memory is divided for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Task {
     /// Encoding and decoding.
@@ -54,13 +54,13 @@ impl Task {
     }
 }
 
-/// How memory is cut; in bytes, all multiples of 256.
+/// How memory is divided; in bytes, all multiples of 256.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
     task: Task,
     /// Frames of a slot on the device.
     pub(super) frames: u64,
-    /// Frames of a slot in its pinned memory, at most as many: others are elsewhere on the host.
+    /// Frames of a slot in its pinned memory, at most `frames`; the rest go elsewhere on the host.
     pub(super) host_frames: u64,
     /// Descriptors and results of a slot, on both sides.
     pub(super) meta: u64,
@@ -69,7 +69,7 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// Cuts `device` bytes of device memory and `pinned` bytes of pinned memory.
+    /// Divides `device` bytes of device memory and `pinned` bytes of pinned memory.
     pub(super) fn cut(task: Task, device: u64, pinned: u64) -> Result<Self> {
         if device < LEAST_DEVICE {
             return Err(GpuError::Budget { what: SCRATCH, needed: LEAST_DEVICE, budget: device });
@@ -104,7 +104,7 @@ impl Sizes {
         self.task.slots() * (self.frames + self.meta) + self.scratch
     }
 
-    /// At most half of the device memory, in the same pinned memory; `None`: less would not do.
+    /// The same with at most half of the device memory; `None` if less is not enough.
     fn halved(&self, pinned: u64) -> Option<Self> {
         if self.device() <= LEAST_DEVICE {
             return None;
@@ -118,11 +118,11 @@ impl Sizes {
 pub(super) struct Slot {
     /// Frames, then descriptors and results.
     pub(super) pinned: Arc<Pinned>,
-    /// The kernels are done, and what they say has arrived.
+    /// The kernels are done, and their answer has arrived.
     pub(super) worked: Event,
     /// The copies are done.
     pub(super) copied: Event,
-    /// What the kernels are to work on, besides the caller's values, has arrived.
+    /// What the kernels need besides the caller's values has arrived.
     pub(super) arrived: Event,
 }
 
@@ -169,13 +169,13 @@ impl Worker {
         })
     }
 
-    /// The most device memory to take now: what a framework asks for meanwhile must be there.
+    /// The most device memory to take now: a framework may ask for some meanwhile.
     fn most(&self) -> Result<u64> {
         let (free, _) = self.device.memory()?;
         Ok((free / 8).max(POLITE.min(free / 2)))
     }
 
-    /// How to cut at most so much device memory, or the least.
+    /// How to divide at most `most` bytes of device memory, or the least that will do.
     fn sizes(&self, most: u64) -> Sizes {
         let mut sizes = self.sizes;
         while sizes.device() > most
@@ -186,10 +186,10 @@ impl Worker {
         sizes
     }
 
-    /// Takes device memory for work on so many bytes, and less than the budget if there is no more, down to what the engine
-    /// cannot work without.
+    /// Takes device memory for work on `work` bytes, and less than the budget if there is no more,
+    /// down to the least that the engine can work in.
     fn arena(&self, work: u64, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
-        // Little work gets no faster with more, and mapping takes time.
+        // A small job gets no faster with more, and mapping takes time.
         let useful = work.saturating_mul(SCRATCH_SHARE).max(POLITE);
         let mut sizes = self.sizes(self.most()?.min(useful));
         loop {
@@ -215,11 +215,11 @@ pub(super) struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Takes the device memory, and lets all work wait for the streams of `memory`, which must all
-    /// be this device's. Where little is free, it takes less than the budget.
+    /// Takes the device memory, and makes all work wait for the streams of `memory`, which must all
+    /// be on this device. If little is free, it takes less than the budget.
     ///
     /// # Errors
-    /// `OutOfMemory` if there is not even as much as the engine needs for one chunk; `Argument`, `Driver`.
+    /// `OutOfMemory` if there is not even enough for one chunk; `Argument`, `Driver`.
     pub(super) fn new(
         worker: MutexGuard<'a, Worker>,
         memory: impl Iterator<Item = DeviceMemory>,
@@ -230,7 +230,7 @@ impl<'a> Session<'a> {
         Self::with(worker, sizes, arena, &memory)
     }
 
-    /// As [`Session::new`], with all of the device memory that the budget and what is free allow, in one piece.
+    /// As [`Session::new`], with all the device memory that the budget and the free memory allow, in one piece.
     pub(super) fn whole(
         worker: MutexGuard<'a, Worker>,
         memory: impl Iterator<Item = DeviceMemory>,
@@ -269,7 +269,7 @@ impl<'a> Session<'a> {
         self.start
     }
 
-    /// Bytes of it.
+    /// Bytes of the device memory.
     pub(super) fn bytes(&self) -> u64 {
         self.arena.as_ref().map_or(0, DeviceBuffer::bytes)
     }
@@ -329,7 +329,7 @@ mod tests {
         assert!(planning.device() <= 32 << 20 && planning.scratch == 0);
         assert!(planning.frames >= 11 << 20 && 2 * (planning.frames + planning.meta) <= 24 << 20);
         assert_eq!(planning.frames, planning.host_frames);
-        // Where there is much, all multiprocessors are kept busy, with no more pinned memory.
+        // With ample device memory all multiprocessors are kept busy, without more pinned memory.
         let large = Sizes::cut(Task::Code, 672 << 20, 72 << 20).unwrap();
         assert!(large.frames >= 60 << 20 && large.host_frames >= 14 << 20, "{large:?}");
         let small = Sizes::cut(Task::Code, 8 << 20, 96 << 20).unwrap_err();

@@ -1,4 +1,4 @@
-//! The share of the parent in a blend, found on a sample.
+//! The parent's share in a blend, fitted to a sample.
 
 use s4_format::side::Side;
 use s4_format::{DType, Plan, PredictorId, Result};
@@ -10,16 +10,16 @@ use super::{About, ParentSample, Sample};
 use crate::scratch::width_of;
 use crate::{CpuEngine, Scratch};
 
-/// 256ths of the parent that are tried.
+/// Shares of the parent that are tried, in 256ths.
 const SHARES: [u8; 12] = [16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 240, 255];
-/// Values of the sample that are looked at, at most.
+/// How many values of the sample are looked at, at most.
 const LOOKED_AT: usize = 4096;
 
-/// What the rows and columns of a stored tensor say of its values, if it is stored by them. `parent`: what they say of its
-/// parent's, if the plan predicts from one.
+/// What the rows and columns of a stored tensor predict for its values, if it is stored with them.
+/// `parent`: the same for its parent, if the plan predicts from one.
 ///
 /// # Errors
-/// `Corrupt`, or `Truncated`, if its side data is not for it.
+/// `Corrupt` or `Truncated` if its side data does not belong to it.
 pub fn expected_of(
     plan: &Plan,
     (dtype, shape, side): (DType, &[u64], &Side),
@@ -33,8 +33,8 @@ pub fn expected_of(
 }
 
 impl CpuEngine {
-    /// What a sample takes if it is predicted by its row and column offsets and by a share of the parent, and the side data
-    /// for that. `None`: the parent is not stored by as many rows and columns.
+    /// The sample's cost if its row and column offsets and a share of the parent predict it, and
+    /// the side data for that. `None`: the parent is not stored with as many rows and columns.
     pub(super) fn blend(
         &self,
         about: &About<'_>,
@@ -59,7 +59,7 @@ impl CpuEngine {
     }
 }
 
-/// How much larger the magnitudes of some values of a sample are than expected.
+/// By how much the magnitudes of some of the sample's values exceed the expected ones.
 fn left_of(about: &About<'_>, sample: &Sample, values: &[u8], expected: &Expected) -> Vec<i64> {
     let width = about.width();
     let numbers = sample.runs.iter().flat_map(Clone::clone);
@@ -73,11 +73,11 @@ fn left_of(about: &About<'_>, sample: &Sample, values: &[u8], expected: &Expecte
     each.map(|(value, number)| magnitude(value).wrapping_sub(expected.at(number))).collect()
 }
 
-/// The share of the parent's with which the least is left of values.
+/// The share of the parent's excess that leaves the least of the values' excess.
 fn cheapest(values: &[i64], parents: &[i64]) -> u8 {
     let bits = |share: u8| -> u64 {
         let left = |(x, p): (&i64, &i64)| {
-            // As the prediction adds it; no product wraps.
+            // Computed as in the prediction; no product wraps.
             let of_parent = i64::from(share) * (p >> 8) + ((i64::from(share) * (p & 0xff)) >> 8);
             u64::from(u64::BITS - x.wrapping_sub(of_parent).unsigned_abs().leading_zeros())
         };

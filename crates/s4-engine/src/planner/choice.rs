@@ -1,4 +1,4 @@
-//! What was chosen for a tensor before: to choose again is then to see whether it still is as good.
+//! Remembers what was chosen for a tensor, so that choosing again only checks whether it is still as good.
 
 use s4_format::layout::MAX_PLANES;
 use s4_format::side::SideKind;
@@ -9,29 +9,29 @@ use super::About;
 use super::coding::{KnownPlane, PlannedPlane};
 use crate::TensorPlan;
 
-/// A choice holds while what it costs differs from what it did by less than this part: 8 means one in 8.
+/// A choice holds while its cost is within this part of what it was: 8 means one in 8.
 const HOLDS: u64 = 8;
-/// The same at another distance to the parent.
+/// The same for a choice made at another distance to the parent.
 const HOLDS_ELSEWHERE: u64 = 4;
-/// The same of another tensor that is alike.
+/// The same for a choice made for another tensor that is alike.
 const HOLDS_ALIKE: u64 = 16;
-/// What was found of a plane is true of it while its entropy differs from what it was by less than this part of the bits of
-/// all planes.
+/// What was found of a plane is reused while its entropy stays within this part of the bits of all
+/// planes.
 const PLANE_HOLDS: u64 = 128;
-/// A remembered difference is used again without a look at the values by themselves if it saves at least this part of what
-/// they took.
+/// A remembered difference is used again, without a comparison with the values stored without the
+/// parent, if it saves at least this part of what they took.
 const SURE_GAIN: u64 = 64;
 
-/// How values are predicted, of what the planner compares.
+/// The ways to predict values that the planner compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
-    /// By nothing.
+    /// Not predicted.
     Direct,
     /// By rows and columns.
     Rank1,
     /// The XOR with the parent.
     Xor,
-    /// The difference from the parent in the order of values.
+    /// The difference from the parent, taken in the order of values.
     Sub,
     /// The same with the parent's exponents as contexts.
     Contexts,
@@ -41,29 +41,29 @@ pub(super) enum Way {
     Blend,
 }
 
-/// What the planner chose for a tensor. Given to it with the same tensor of a later checkpoint, it is tried first, and
-/// nothing else is as long as it costs about what it did.
+/// What the planner chose for a tensor. Given to the planner for the same tensor of a later
+/// checkpoint, it is tried first, and nothing else is tried while it costs about what it did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
     pub(super) way: Way,
     pub(super) layout: LayoutId,
     dtype: DType,
-    /// Of the tensor.
+    /// Number of values of the tensor.
     values: u64,
-    /// Bits of the sample, and of it without a parent.
+    /// Bits of the sample as planned, and in `alone` without a parent.
     bits: u64,
     alone: u64,
     /// Whether row and column offsets were compared.
     offsets: bool,
-    /// Of planes whose symbols have contexts.
+    /// What was found of planes whose symbols have contexts.
     planes: [Option<KnownPlane>; MAX_PLANES],
-    /// Of [`Way::Update`].
+    /// How the contexts of [`Way::Update`] are derived.
     update: Option<Update>,
-    /// What it was made for.
+    /// What the choice was made for.
     of: Of,
 }
 
-/// What a choice was made for, beside the tensor that it is tried for.
+/// What a choice was made for, compared with the tensor that it is tried for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Of {
     /// The same, at the same distance to its parent.
@@ -74,14 +74,14 @@ enum Of {
     Another,
 }
 
-/// What is known of the planes of a plan.
+/// What was found of each plane of a plan.
 pub(super) fn known_planes(planes: &[PlannedPlane]) -> [Option<KnownPlane>; MAX_PLANES] {
     std::array::from_fn(|i| planes.get(i)?.known)
 }
 
 impl Choice {
-    /// Records a plan, what was found of its planes, and the estimated bits of the sample by it and without a parent.
-    /// `None` if the sample is the whole tensor: such plans are compared by encoding it.
+    /// Records a plan, what was found of its planes, and the estimated bits of the sample with the plan and without a
+    /// parent. `None` if the sample is the whole tensor: such plans are compared by encoding it.
     pub(super) fn of(
         about: &About<'_>,
         sampled: usize,
@@ -108,20 +108,22 @@ impl Choice {
         (sampled < about.bytes).then_some(choice)
     }
 
-    /// The same for another distance to the parent: what a difference takes depends on it more than which way is best.
+    /// The same for another distance to the parent, which changes the cost of a difference more
+    /// than which way is best.
     #[must_use]
     pub fn at_other_distance(self) -> Self {
         Self { planes: [None; MAX_PLANES], update: None, of: Of::OtherDistance, ..self }
     }
 
-    /// The same for another tensor of the same checkpoint that is alike, of which nothing is known.
+    /// The same for another tensor of the same checkpoint that is alike and has no choice of its own.
     #[must_use]
     pub fn for_one_alike(self) -> Self {
         Self { planes: [None; MAX_PLANES], update: None, of: Of::Another, ..self }
     }
 
-    /// The same after it was made again as `now` says. One of another distance or tensor is one of this from now on; of one
-    /// of the same the bits stay, so that it does not drift.
+    /// The choice after it held, where `now` records the new plan. If it was made at another
+    /// distance or for another tensor, it belongs to this one from now on. If it was made for the
+    /// same, it keeps its old bits, so that it does not drift.
     pub(super) fn made_again(self, now: Option<Self>) -> Option<Self> {
         now.map(|now| match self.of {
             Of::Same => Self { bits: self.bits, alone: self.alone, ..now },
@@ -134,17 +136,17 @@ impl Choice {
         self.bits
     }
 
-    /// What is known of a plane whose symbols have contexts, and how many bits it may differ by.
+    /// What was found of a plane whose symbols have contexts, and by how many bits it may differ.
     pub(super) fn plane(&self, number: usize) -> Option<(KnownPlane, u64)> {
         Some(((*self.planes.get(number)?)?, self.bits / PLANE_HOLDS))
     }
 
-    /// Whether what was found of planes is what is known of them.
+    /// Whether `planes` turned out as remembered.
     pub(super) fn planes_are(&self, planes: &[PlannedPlane]) -> bool {
         known_planes(planes) == self.planes
     }
 
-    /// How the contexts of [`Way::Update`] are told.
+    /// How the contexts of [`Way::Update`] are derived.
     pub(super) fn update(&self) -> Option<Update> {
         self.update
     }
@@ -154,7 +156,7 @@ impl Choice {
         !matches!(self.way, Way::Direct | Way::Rank1)
     }
 
-    /// Whether it was made for such a tensor.
+    /// Whether it was made for a tensor of this dtype and number of values.
     pub(super) fn fits(&self, about: &About<'_>) -> bool {
         (self.dtype, self.values) == (about.dtype, about.values())
     }
@@ -164,7 +166,7 @@ impl Choice {
         self.of == Of::Another
     }
 
-    /// Whether it was made for another tensor, and nothing suggested row and column offsets there.
+    /// Whether it was made for another tensor for which row and column offsets were not worth trying.
     pub(super) fn knows_no_offsets(&self) -> bool {
         self.is_of_another() && !self.offsets
     }
@@ -174,12 +176,12 @@ impl Choice {
         matches!(self.way, Way::Rank1 | Way::Blend)
     }
 
-    /// Whether the sample without a parent takes clearly more bits than these, which a difference takes.
+    /// Whether the sample without a parent took clearly more than `bits`, the bits of a difference.
     pub(super) fn exceeds(&self, bits: u64) -> bool {
         bits < self.alone - self.alone / SURE_GAIN
     }
 
-    /// Whether it may be made again of a sample that takes so many bits by it.
+    /// Whether the choice may be kept for a sample that takes `bits` with it.
     pub(super) fn holds(&self, bits: u64) -> bool {
         let part = match self.of {
             Of::Same => HOLDS,

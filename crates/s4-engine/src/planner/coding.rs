@@ -1,4 +1,4 @@
-//! How a plane is coded, and what that takes.
+//! How a plane is coded, and what that costs.
 
 use s4_codec_cpu::rans::{Counts, Precision, cost_with, entropy};
 use s4_format::CodecId;
@@ -10,20 +10,21 @@ use crate::PlaneCoding;
 
 /// A plane that entropy coding makes smaller by less than this part is noise, and not worth the time.
 const NOISE_GAIN: u64 = 50;
-/// In planes of at least so many bytes, one block of four may show that all is noise, as most mantissas are.
+/// In planes of at least this many bytes, one block in four may show that all is noise, as most mantissas are.
 const COARSE: usize = 8192;
 const BLOCK: usize = 256;
-/// What is counted so must save less than this part, far less than [`NOISE_GAIN`], to be noise.
+/// Such a partial count shows noise only if coding saves less than this part, far less than [`NOISE_GAIN`].
 const SURE_NOISE: u64 = 256;
 
-/// Parts of a sample that are counted by themselves.
+/// Parts of a sample that are counted separately.
 const PARTS: usize = 8;
 
-/// Units of a symbol that was seen once, where means of counts are taken.
+/// What one occurrence of a symbol counts as where counts are averaged.
 const SMOOTH: u64 = 64;
 
-/// Up to 31 symbols on each side are near one. 2^33 divided by their number, rounded up: its product with a number below 2^26
-/// is too large by less than 1/128, and a quotient by 63 or less is never closer than 1/63 to the next integer.
+/// A symbol has up to 31 neighbours on each side. 2^33 divided by the number of symbols averaged,
+/// rounded up: its product with a number below 2^26 is too large by less than 1/128, and a quotient
+/// by 63 or less is never closer than 1/63 to the next integer.
 const INVERSE_BITS: u32 = 33;
 const INVERSES: [u64; 64] = {
     let mut out = [0; 64];
@@ -38,16 +39,16 @@ const INVERSES: [u64; 64] = {
 /// How a plane is coded.
 pub(super) struct PlannedPlane {
     pub(super) coding: PlaneCoding,
-    /// Of each context, or of all symbols.
+    /// The counts of each context, or of all symbols.
     pub(super) counts: Vec<Counts>,
-    /// Whether there are contexts that are not used.
+    /// Whether the symbols have contexts that are ignored.
     pub(super) one_table: bool,
     pub(super) noise: bool,
-    /// Of symbols with contexts.
+    /// For symbols with contexts: what to remember.
     pub(super) known: Option<KnownPlane>,
 }
 
-/// What a plane is coded by whose symbols have contexts.
+/// The tables that a plane with contexts is coded with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tables {
     /// None: it is noise.
@@ -58,18 +59,18 @@ pub(super) enum Tables {
     Several,
 }
 
-/// What was found of such a plane in a sample.
+/// What was found of a plane with contexts in a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct KnownPlane {
     tables: Tables,
-    /// Those of all contexts, in bits: quickly found.
+    /// The entropies of all contexts, in bits: quick to compute.
     entropies: u64,
-    /// With what tables add.
+    /// The same with the cost of tables.
     bits: u64,
 }
 
 impl KnownPlane {
-    /// What it takes if it is coded so again: tables add as much as they did.
+    /// The bits if the plane is coded the same way again, taking the cost of tables as unchanged.
     fn bits_of(&self, entropies: u64) -> u64 {
         match self.tables {
             Tables::None => self.bits,
@@ -80,14 +81,14 @@ impl KnownPlane {
 
 /// How often each symbol of a plane occurs.
 pub(super) struct CountedPlane {
-    /// Of noise perhaps of a part.
+    /// For noise, possibly counted in a part of the plane only.
     pub(super) counts: Counts,
-    /// Their entropy, in bits; of noise what it takes.
+    /// The entropy of the plane, in bits; for noise, its raw size.
     pub(super) least: u64,
 }
 
 impl CountedPlane {
-    /// Of a plane whose symbols have so many bits. `coarse`: whether a part may tell that it is noise.
+    /// Counts a plane whose symbols have `bits` bits. `coarse`: whether a part may show that it is noise.
     pub(super) fn of(plane: &[u8], bits: u64, coarse: bool) -> Self {
         if coarse && plane.len() >= COARSE {
             let counts = Counts::of_pieces(plane.chunks(BLOCK).step_by(4));
@@ -108,7 +109,7 @@ pub(super) fn precision(coding: PlaneCoding) -> Option<Precision> {
     Precision::from_param(param).ok()
 }
 
-/// A plane that is constant in the sample may have other symbols elsewhere: few, as a rule.
+/// A plane that is constant in the sample may have other symbols elsewhere, usually few: plan it as coded.
 pub(super) fn expect_changes(plane: &mut PlannedPlane) {
     let PlannedPlane { coding, counts, noise, .. } = plane;
     let constant = |c: &Counts| (0..=255).any(|s| c.get(s) == c.total());
@@ -117,15 +118,15 @@ pub(super) fn expect_changes(plane: &mut PlannedPlane) {
     }
 }
 
-/// What signs take in chunks of which some have one sign alone, as those of moments in a buffer of weights and moments do.
-/// `run`: values of each run of the sample.
+/// The cost of signs if some chunks have only one sign, as the moments in a buffer of weights and
+/// moments do. `run`: values in each run of the sample.
 pub(super) fn bits_of_signs(plane: &[u8], run: u64) -> u64 {
     let varies = |run: &&[u8]| run.iter().any(|b| *b != run[0]);
     plane.chunks(run as usize / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
 }
 
-/// How a plane is coded, its estimated cost in bits, and the bytes of its table, if it has one. `may_lose`: of how many
-/// bits, for being faster. `stored`: the bits of a table of so many bytes, as far as they count.
+/// How a plane is coded, its estimated cost in bits, and the bytes of its table, if it has one. `may_lose`: how many
+/// bits faster coding in pairs may lose, given its bits. `stored`: the bits to count for a table of the given bytes.
 pub(super) fn choose(
     (plane, counted): (&[u8], &CountedPlane),
     dense: bool,
@@ -136,7 +137,7 @@ pub(super) fn choose(
     let least = *least;
     let (raw, noise) = noise(plane, dense);
     let (coding, cost, table) = if plane.iter().all(|b| *b == plane[0]) {
-        // Stored as a constant wherever it is one.
+        // Wherever the plane is constant it is stored as its constant.
         (PlaneCoding::RAW, 0, 0)
     } else if !is_worth(least, raw) {
         (noise, raw, 0)
@@ -157,10 +158,10 @@ pub(super) fn choose(
     (PlannedPlane { coding, counts, one_table: false, noise, known: None }, cost, table)
 }
 
-/// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
-/// that are so far apart are about as frequent, if both are large; and one table may lose so many bits, which is faster.
-/// `shared`: whether chunks share the tables. `known`: what was found of the same plane before, which is compared with
-/// nothing else as long as its entropy is what it was within so many bits.
+/// As [`choose`], for symbols with contexts. `values`: values of the tensor, which stores the tables once. `smooth`:
+/// the distance between large symbols that are about equally frequent, and how many bits a single table, which is
+/// faster, may lose. `shared`: whether chunks share the tables. `known`: what was found of the same plane before,
+/// which is used without comparing anything else while the entropy is within the given number of bits of what it was.
 pub(super) fn choose_in_context(
     (plane, contexts): (&[u8], &[u8]),
     dense: bool,
@@ -182,7 +183,7 @@ pub(super) fn choose_in_context(
         (PlannedPlane { coding, counts, one_table, noise: noise_planned, known }, bits)
     };
     let as_noise = |counts| planned(Tables::None, raw, counts);
-    // Tables cost most of the time, and none makes noise smaller.
+    // Making tables takes most of the time, and no table makes noise smaller.
     if !is_worth(entropies + seen.iter().map(unseen).sum::<u64>(), raw) {
         return as_noise(seen);
     }
@@ -191,7 +192,7 @@ pub(super) fn choose_in_context(
         seen.iter().for_each(|c| all.add(c));
         all
     };
-    // Chunks have no other tables than the tensor's then, which must do for any context.
+    // Chunks then use only the tensor's tables, so every possible context needs one.
     let smoothed_each = |alike| -> Vec<_> {
         let each = (0..MAX_TABLES).map(|i| seen.get(i).map(|c| smoothed(c, alike)));
         each.map(Option::unwrap_or_default).collect()
@@ -219,7 +220,7 @@ pub(super) fn choose_in_context(
             let all = all();
             let single = smoothed(&all, alike);
             let of_single = bits(&all, &single);
-            // What several tables must take less than; none takes less than the entropy.
+            // Several tables must take less than this, and cannot take less than the entropy.
             let enough = of_single.saturating_sub(may_lose);
             let (mut cost, mut expected) = (entropies, vec![]);
             if entropies < enough {
@@ -239,8 +240,8 @@ pub(super) fn choose_in_context(
     planned(tables, cost, counts)
 }
 
-/// The bits of a plane, of a sample of so many values, if each chunk of the tensor has tables of its own. That is how chunks
-/// are stored that differ much from others, as in a buffer of weights and moments.
+/// The bits of a plane, in a sample of `values` values, if each chunk of the tensor has its own tables. Chunks that
+/// differ much from the others, as in a buffer of weights and moments, are stored that way.
 pub(super) fn by_own_tables(
     (plane, values): (&[u8], usize),
     contexts: &[u8],
@@ -259,7 +260,7 @@ pub(super) fn by_own_tables(
     bits
 }
 
-/// How often each symbol occurs in each context; where there are none, in one.
+/// How often each symbol occurs in each context; without contexts, all symbols count as one context.
 fn counts_of(symbols: &[u8], contexts: &[u8]) -> Vec<Counts> {
     if contexts.is_empty() {
         return vec![Counts::of_all(symbols)];
@@ -269,20 +270,22 @@ fn counts_of(symbols: &[u8], contexts: &[u8]) -> Vec<Counts> {
     Counts::of_all_in_contexts(&symbols[..len], &contexts[..len], 1 + usize::from(last))
 }
 
-/// How many symbols there are.
+/// The number of different symbols.
 pub(super) fn symbols_of(counts: &Counts) -> usize {
     (0..=255).filter(|s| counts.get(*s) > 0).count()
 }
 
-/// Bits that a table of a sample's own counts seems to save and does not: with many tables it adds up. For independent
-/// frequencies it is 0.7 bits each (G. A. Miller, "Note on the bias of information estimates", 1955); those of residuals
-/// depend on each other, and on the files of `docs/ratio.md` half a bit told best which plan is smaller.
+/// Bits that a table seems to save, and does not, because it is made from the sample's own counts:
+/// with many tables it adds up. For independent frequencies it is 0.7 bits each (G. A. Miller,
+/// "Note on the bias of information estimates", 1955). Those of residuals depend on each other, and
+/// on the files of `docs/ratio.md` half a bit predicted best which plan is smaller.
 fn unseen(counts: &Counts) -> u64 {
     (symbols_of(counts) as u64).saturating_sub(1) / 2
 }
 
-/// Counts of what a sample need not have seen: each symbol's becomes the mean of those near it, which are the more the
-/// larger it is, as logarithms have it. Only every `alike`th is like it, which is 1 or 2.
+/// Smooths counts to allow for symbols that the sample missed: each becomes the mean of the counts
+/// of its neighbours, whose range grows in proportion to the symbol, as on a logarithmic scale.
+/// Only every `alike`th symbol, 1 or 2, is a neighbour.
 fn smoothed(counts: &Counts, alike: usize) -> Counts {
     match alike {
         2 => smoothed_by::<2>(counts),
@@ -296,7 +299,7 @@ fn smoothed_by<const ALIKE: usize>(counts: &Counts) -> Counts {
     if total == 0 {
         return out;
     }
-    // Behind zeros: of a symbol and all that are like it below.
+    // Running sums, after leading zeros: of a symbol and its neighbours below.
     let mut sums = [0; 256 + 2];
     for symbol in 0..=255u8 {
         let at = usize::from(symbol);
@@ -309,7 +312,7 @@ fn smoothed_by<const ALIKE: usize>(counts: &Counts) -> Counts {
         let above = reach.min((255 - at) / ALIKE);
         let sum = SMOOTH * (sums[at + (above + 1) * ALIKE] - sums[at - reach * ALIKE]);
         let near = reach + above + 1;
-        // Divisions take several times as long.
+        // A division would take several times as long.
         let mean = match is_small {
             true => (sum * INVERSES[near]) >> INVERSE_BITS,
             false => sum / near as u64,
@@ -325,7 +328,7 @@ fn noise(plane: &[u8], dense: bool) -> (u64, PlaneCoding) {
     (raw, if dense { PlaneCoding::BITS7 } else { PlaneCoding::RAW })
 }
 
-/// Whether a plane is made so much smaller that it is worth the time.
+/// Whether a plane becomes so much smaller that it is worth the time.
 fn is_worth(bits: u64, raw: u64) -> bool {
     bits < raw - raw / NOISE_GAIN
 }
@@ -334,7 +337,7 @@ fn is_worth(bits: u64, raw: u64) -> bool {
 mod tests {
     use super::*;
 
-    /// A plane whose symbols are within `spread` of what their contexts say.
+    /// A plane whose symbols are within `spread` of what their contexts predict.
     fn plane(spread: u32) -> (Vec<u8>, Vec<u8>) {
         let noise = |i: u32| i.wrapping_mul(2_654_435_761) >> 16;
         (0..16_384).map(|i| ((i % 4 * 40 + noise(i) % spread) as u8, (i % 4) as u8)).unzip()
@@ -349,12 +352,12 @@ mod tests {
         let (before, bits) = choose(&plane(8), None);
         let found = before.known.unwrap();
         assert_eq!((found.tables, found.bits), (Tables::Several, bits));
-        // Other tables than would be found show that it was not looked for others.
+        // Tables other than a search would find show that there was no search.
         let known = KnownPlane { tables: Tables::One, ..found };
         let (again, bits_again) = choose(&plane(8), Some((known, 100)));
         assert!(again.one_table && again.counts.len() == 1 && bits_again == bits);
         assert_eq!(again.known, Some(known));
-        // One that takes more than so many bits more is looked at as if nothing were known.
+        // A plane whose entropy differs by more than the given bits is searched as if nothing were known.
         let (other, of_other) = choose(&plane(16), Some((known, 100)));
         let (fresh, of_fresh) = choose(&plane(16), None);
         assert!(!other.one_table && of_other == of_fresh && other.known == fresh.known);

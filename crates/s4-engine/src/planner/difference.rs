@@ -1,4 +1,4 @@
-//! What a tensor is as its difference from a parent's.
+//! Plans a tensor as its difference from a parent's tensor.
 
 use s4_format::dtype::Form;
 use s4_format::side::{Side, SideKind};
@@ -11,12 +11,12 @@ use super::{About, MomentSample, PLAN_BITS, ParentSample, Sample, allowed, are_s
 use crate::scratch::width_of;
 use crate::{CpuEngine, Preset, Scratch, TensorPlan};
 
-/// What two more inputs add.
+/// Bytes that two more inputs add to the manifest.
 const MOMENTS: u64 = 40;
 
 // Thresholds are parts of what is compared: 128 means one in 128.
 
-/// A delta must save this part of the tensor stored by itself: it is read together with its parents.
+/// A delta must save this part of the tensor stored without the parent: it is read together with its parents.
 const DELTA_GAIN: u64 = 512;
 /// The difference in the order of values must save this part of the XOR, which is faster.
 const SUB_GAIN: u64 = 256;
@@ -24,11 +24,13 @@ const SUB_GAIN: u64 = 256;
 const BLEND_GAIN: u64 = 512;
 /// Contexts must save this part of the difference without them: several tables are more work.
 const CONTEXTS_GAIN: u64 = 512;
-/// Contexts from moments must save this part of the difference without: reading the tensor reads the moments, too.
+/// Contexts from moments must save this part of the difference without them: reading the tensor
+/// then reads the moments, too.
 const UPDATE_GAIN: u64 = 512;
 
 impl CpuEngine {
-    /// The plan of a tensor with a parent. `sample`: its values at [`super::parent_probes`]. `alone` plans it by itself.
+    /// The plan of a tensor with a parent. `sample`: its values at [`super::parent_probes`].
+    /// `alone` plans it without the parent.
     pub(crate) fn plan_difference(
         &self,
         about: &About<'_>,
@@ -59,7 +61,8 @@ impl CpuEngine {
         }
         let about = &about.without_choice();
         let sampled = from.sample.values.len();
-        // Where what was chosen did not hold, less may have been looked at: the next time all is.
+        // If the earlier choice did not hold, less may have been compared: then nothing is
+        // remembered, so that the next time everything is.
         let all = |c: Choice| c.needs_offsets() || c.is_of_another() || !about.may_have_offsets();
         let all = known.is_none_or(all);
         let found = self.alone(about, &from.sample, offsets, scratch)?;
@@ -86,7 +89,7 @@ impl CpuEngine {
         })
     }
 
-    /// What a choice that was made before comes to now.
+    /// Tries an earlier choice again.
     fn again(
         &self,
         choice: Choice,
@@ -107,7 +110,7 @@ impl CpuEngine {
         let Some(made) = made.filter(|made| choice.holds(made.bits())) else {
             return Ok(Again::Differs);
         };
-        // Of what saves little, the values by themselves are looked at, too.
+        // If the difference saves little, it is compared with the values without the parent.
         if !choice.exceeds(made.bits()) {
             let about = &about.without_choice();
             let alone = self.alone(about, &from.sample, offsets, scratch)?.0;
@@ -121,7 +124,7 @@ impl CpuEngine {
         Ok(Again::Holds(Box::new(TensorPlan { choice: choice.made_again(now), ..plan })))
     }
 
-    /// The cheapest difference of a sample from the parent's.
+    /// The cheapest difference of the sample from the parent's.
     fn difference(
         &self,
         about: &About<'_>,
@@ -147,7 +150,7 @@ impl CpuEngine {
         Ok(cheapest)
     }
 
-    /// What a sample takes as its difference from the parent's in one way; `None`: it cannot be made in that.
+    /// The sample's difference from the parent's in one way; `None` if that way does not apply.
     fn by_way(
         &self,
         way: Way,
@@ -191,7 +194,7 @@ impl CpuEngine {
             }
             Way::Update if allowed.sub && allowed.update && from.ordered.len() < about.bytes => {
                 let Some(moments) = &parent.moments else { return Ok(None) };
-                // These are turned as the moments say: nothing else is made of them after that.
+                // Negated in place as the moments say; nothing after this needs them unnegated.
                 let mut turned = std::mem::take(&mut from.ordered);
                 let Some(turn) = self.turn(dtype, moments, &mut turned)? else { return Ok(None) };
                 let given = (parent.values, moments);
@@ -218,7 +221,7 @@ impl CpuEngine {
         Ok(best.map(|best| Difference { way, best, side }))
     }
 
-    /// What differences in the order of values, negated as the moments say, take with contexts from updates.
+    /// The cost of differences in the order of values, negated as the moments say, with contexts from updates.
     fn in_updates(
         &self,
         about: &About<'_>,
@@ -238,7 +241,7 @@ impl CpuEngine {
             Of::InContext { model, tensor, inputs, values },
             scratch,
         )?;
-        // Its inputs are listed, once for the tensor.
+        // The manifest lists the moments as inputs, once for the tensor.
         let listed = 8 * MOMENTS * (differences.len() / about.width()) as u64 / values.max(1);
         if let Some(best) = best.as_mut() {
             best.bits += listed;
@@ -247,11 +250,11 @@ impl CpuEngine {
     }
 }
 
-/// A sample, and its differences from the parent's in the order of values once they are asked for.
+/// A sample, and its differences from the parent's in the order of values, made when first needed.
 struct Differences {
     sample: Sample,
     ordered: Vec<u8>,
-    /// What was counted of these.
+    /// Counts of the planes of `ordered`.
     counted: Counted,
 }
 
@@ -260,8 +263,8 @@ impl Differences {
         Self { sample, ordered: vec![], counted: Counted::default() }
     }
 
-    /// Whether a difference is worth it, in the sample and as a whole. `alone`, `bits`: those of the sample by itself, and
-    /// as the difference.
+    /// Whether a difference is worth it, in the sample and for the whole tensor. `alone` and `bits`
+    /// are the bits of the sample without the parent and as a difference.
     fn is_worth(&self, about: &About<'_>, alone: u64, bits: u64) -> bool {
         let saved = alone.saturating_sub(bits);
         let sampled = (self.sample.values.len() / about.width()).max(1) as u64;
@@ -270,21 +273,21 @@ impl Differences {
     }
 }
 
-/// What becomes of a choice.
+/// The outcome of trying a choice again.
 enum Again {
-    /// This plan is made by it.
+    /// It holds, and this is its plan.
     Holds(Box<TensorPlan>),
-    /// The tensor still is no difference.
+    /// The tensor still is better stored without the parent.
     NoDifference,
-    /// All ways are to be compared.
+    /// It does not hold: all ways must be compared.
     Differs,
 }
 
-/// How a sample is stored as its difference from the parent's.
+/// A sample stored as its difference from the parent's.
 struct Difference {
     way: Way,
     best: Candidate,
-    /// Side data that its chunks need: of contexts, or offsets.
+    /// Side data that its chunks need: that of contexts, or offsets. Empty if there is none.
     side: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! What each layout of a sample would cost.
+//! What each layout would cost on a sample.
 
 use std::rc::Rc;
 
@@ -19,42 +19,42 @@ use crate::{CpuEngine, PlaneCoding, Scratch};
 
 // Thresholds are parts of what is compared: 128 means one in 128.
 
-/// A layout must save this part of the one before it in [`layouts`], which is faster.
+/// A layout must save this part of the cost of the best one before it in [`layouts`], which is faster.
 const LAYOUT_GAIN: u64 = 256;
 /// Zstandard must save this part of the other layouts' cost: it is the slowest to decode.
 const ZSTD_GAIN: u64 = 20;
-/// Rans in pairs (P = 8) may lose this part of the plane to P = 12: one renormalisation for two symbols is
-/// much the faster.
+/// rANS in pairs (P = 8) may lose this part of the plane to P = 12: with one renormalisation for
+/// two symbols it is much faster.
 const PAIRS_LOSS: u64 = 50;
-/// As [`PAIRS_LOSS`] for a delta, of the bits of all its planes: coarse frequencies waste a larger part of
-/// planes that take few bits.
+/// As [`PAIRS_LOSS`] for a delta, as a part of the bits of all its planes: coarse frequencies waste
+/// a larger part of planes that take few bits.
 const PAIRS_LOSS_OF_ALL: u64 = 128;
-/// As [`PAIRS_LOSS_OF_ALL`], where more is done for size.
+/// As [`PAIRS_LOSS_OF_ALL`], for presets that do more for size.
 const LITTLE_LOSS_OF_ALL: u64 = 512;
-/// As that, of values whose exponents come with some bits of the mantissa: with more than [`MANY`] symbols. Those of fp16
-/// do, and 256 slots hardly tell them apart.
+/// As [`LITTLE_LOSS_OF_ALL`], for planes with more than [`MANY`] symbols: exponents that come with
+/// some bits of the mantissa, as those of fp16 do. 256 slots hardly tell them apart.
 const LEAST_LOSS_OF_ALL: u64 = 2048;
 /// See [`LEAST_LOSS_OF_ALL`].
 const MANY: usize = 32;
-/// Contexts of a plane must save this part of all planes' bits: one table is faster.
+/// Contexts of a plane must save this part of all planes' bits: a single table is faster.
 const CONTEXTS_LOSS: u64 = 256;
-/// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
+/// The price of entropy coding, one bit for this many values: it is most of a decoder's work.
 const RANS_WORK: u64 = 8;
 
-/// What chunks save by tables of their own counts from this part on: less may be chance.
+/// Tables of their own must save chunks at least this part to count: less may be chance.
 const OWN_GAIN: u64 = 64;
 /// What is coded, and how.
 #[derive(Clone, Copy)]
 pub(super) enum Of<'a> {
     /// Values.
     Values,
-    /// What is left of values after a prediction from the tensor itself.
+    /// Residuals of a prediction from the tensor itself.
     Residuals,
-    /// Differences from a parent's values, which may be anything where the sample saw none.
+    /// Differences from a parent's values, which may be anything outside the sample.
     Differences,
-    /// Such differences in the order of values: their top bit hardly ever is set.
+    /// Such differences, taken in the order of values: their top bit is hardly ever set.
     Ordered,
-    /// The same, with contexts: of a tensor whose side data this is, from the values of inputs.
+    /// The same, with contexts. `tensor` has their side data, `inputs` the values that they depend on.
     InContext {
         model: &'a dyn ContextModel,
         tensor: Tensor<'a>,
@@ -66,7 +66,7 @@ pub(super) enum Of<'a> {
 impl Of<'_> {
     /// Whether a chunk may have other tables than the tensor's.
     fn has_own_tables(self) -> bool {
-        // As the encoder has it: the contexts of `update` do without.
+        // As in the encoder, contexts `update` do without.
         !matches!(self, Self::InContext { model, .. } if !model.depends_on_planes())
     }
 }
@@ -74,11 +74,11 @@ impl Of<'_> {
 pub(super) struct Candidate {
     pub(super) layout: LayoutId,
     pub(super) planes: Vec<PlannedPlane>,
-    /// Estimated bits of the sample, and a price for the work.
+    /// Estimated bits of the sample, and a price for the decoder's work.
     cost: u64,
-    /// Without the price.
+    /// The same without the price.
     pub(super) bits: u64,
-    /// With what tables take, and no plane larger than it is: what coding really comes to.
+    /// The same with tables, and no plane larger than stored raw: the real outcome.
     total: u64,
 }
 
@@ -88,13 +88,13 @@ pub(super) struct Counted(Vec<KnownPlane>);
 
 struct KnownPlane {
     plane: Vec<u8>,
-    /// Of a symbol.
+    /// Bits of a symbol.
     bits: u64,
     counted: Rc<CountedPlane>,
 }
 
 impl Counted {
-    /// What is counted of a plane whose symbols have so many bits.
+    /// The counts of a plane whose symbols have `bits` bits.
     fn plane(&mut self, plane: &[u8], bits: u64, coarse: bool) -> Rc<CountedPlane> {
         if let Some(known) = self.0.iter().find(|k| k.bits == bits && k.plane == plane) {
             return Rc::clone(&known.counted);
@@ -106,8 +106,8 @@ impl Counted {
 }
 
 impl CpuEngine {
-    /// The cheapest layout of a sample, whose bits count tables where more is compared than what `fast` has. `counted`:
-    /// what was counted of these values before.
+    /// The cheapest layout of a sample. Its bits include tables, except for preset `fast`.
+    /// `counted`: what was counted of these values before.
     pub(super) fn best(
         &self,
         about: &About<'_>,
@@ -122,7 +122,7 @@ impl CpuEngine {
             (None, Of::InContext { .. }) => IN_CONTEXT,
             (None, _) => layouts(dtype),
         };
-        // `fast` writes what its golden files hold.
+        // Preset `fast` must write what its golden files hold.
         let small = allowed(about.preset).rank1;
         let mut best: Option<Candidate> = None;
         for &layout in tried {
@@ -136,14 +136,14 @@ impl CpuEngine {
             }
             let mut c = self.candidate(layout, about, (values, counted), of, scratch)?;
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
-                // Where all but the exponents are noise, sign and all, no other layout is smaller.
+                // If everything but the exponents is noise, signs included, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.noise);
                 let differs = !matches!(of, Of::Values | Of::Residuals);
                 if differs || small {
                     c.planes.iter_mut().for_each(expect_changes);
                 }
                 best = Some(c);
-                // (But a sign that does not change, here or there, may look like noise among the low bits.)
+                // (But signs that are constant in some places may look like noise among the low bits.)
                 let plain = matches!(of, Of::Values | Of::Differences);
                 let signs = !small || sample::signs_change(values, about.width(), about.run());
                 if layout == LayoutId::FIELDS && noise && plain && signs {
@@ -173,14 +173,14 @@ impl CpuEngine {
         let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0, total: 0 };
         let planes = sizes.sizes().len();
         let plane = |i| scratch.plane(layout, sizes.sizes(), i);
-        // Several planes of differences are coded, some of them in few bits, of which the coarse
-        // frequencies of pairs waste a larger part: what counts is the part of all bits.
+        // A delta codes several planes, some of them in few bits. The coarse frequencies of pairs
+        // waste a larger part of those, so the loss is measured against the bits of all planes.
         let delta = !matches!(of, Of::Values | Of::Residuals);
         let small = allowed(about.preset).rank1;
         let is_dense = |i| layout == LayoutId::FIELDS_SIGN && i == 2;
         let bits = |i| if is_dense(i) { 7 } else { 8 };
         let mut count = |i| counted.plane(plane(i), bits(i), small);
-        // Planes with contexts need not be counted without, where it is known what all take.
+        // If an earlier choice says what all planes take, planes with contexts need no count without contexts.
         let known = about.again.filter(|_| matches!(of, Of::InContext { .. }));
         let counts: Vec<_> = (0..planes).filter(|_| known.is_none()).map(&mut count).collect();
         let least =
@@ -203,7 +203,7 @@ impl CpuEngine {
             let plane = plane(i);
             let (planned, cost, table) = match (of, &contexts[..]) {
                 (Of::InContext { values, .. }, [_, ..]) => {
-                    // Of the last plane even symbols say another thing than odd ones.
+                    // In the last plane, even and odd symbols mean different things.
                     let alike = if i + 1 == planes { 2 } else { 1 };
                     let smooth =
                         (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
@@ -211,7 +211,7 @@ impl CpuEngine {
                     let tables = (smooth, about.shares_tables());
                     let (planned, cost) =
                         choose_in_context((plane, &contexts), dense, values, tables, known);
-                    // The tables of contexts are in the cost.
+                    // The cost already includes the tables of contexts.
                     (planned, cost, 0)
                 }
                 _ => {
@@ -237,11 +237,11 @@ impl CpuEngine {
                 _ => cost,
             };
             let work = if precision.is_some() { values as u64 / RANS_WORK } else { 0 };
-            // The tensor keeps it once.
+            // The tensor stores the table once.
             let tables = 8 * (table * values) as u64 / about.values().max(1);
             c.planes.push(planned);
             c.cost += cost + work;
-            // A plane that repeats a short unit is stored as that, whatever is planned.
+            // A plane that repeats a short unit is stored as that unit, whatever is planned.
             if !repeats(plane, plane.len()) {
                 c.bits += cost;
                 c.total += (cost + tables).min(8 * plane.len() as u64);
@@ -257,7 +257,7 @@ impl CpuEngine {
         Ok(c)
     }
 
-    /// The contexts of the symbols behind the planes that are known; none, if they have none.
+    /// The contexts of the symbols of the plane after `planes`; empty if they have none.
     fn contexts(
         &self,
         of: Of<'_>,
@@ -285,7 +285,7 @@ impl CpuEngine {
     }
 }
 
-/// The layouts that may have planes with contexts: which do is up to the model.
+/// The layouts that may have planes with contexts; the model decides which do.
 const IN_CONTEXT: &[LayoutId] = &[LayoutId::FIELDS, LayoutId::FIELDS_SIGN, LayoutId::BYTES];
 
 /// The layouts that are tried for a dtype, in ascending order of work.

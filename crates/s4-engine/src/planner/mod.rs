@@ -1,4 +1,4 @@
-//! Chooses, for a tensor, a prediction, a layout and a codec for each plane.
+//! Chooses a prediction, a layout and a codec for each plane of a tensor.
 
 use std::sync::Arc;
 
@@ -32,28 +32,30 @@ pub use sample::parent_probes;
 pub(crate) use sample::{Sample, are_same, probed, sampled_runs};
 pub use update::MomentSample;
 
-/// What one more plan costs in the manifest, in bits: a delta has to save more.
+/// What one more plan takes in the manifest, in bits: a delta must save more.
 const PLAN_BITS: u64 = 8 * 160;
 
-/// What the first delta costs in the manifest, in bytes, with the name of the parent; and what contexts add.
+/// What the first delta takes in the manifest, in bytes, with the name of the parent. [`CONTEXTS`]
+/// is what contexts add.
 const FIRST_DELTA: u64 = PLAN_BITS / 8 + 100;
 const CONTEXTS: u64 = 16;
-/// A prediction from rows and columns must save this part, one in so many, of the values by themselves: it is more work.
+/// A prediction from rows and columns must save one part in this many of the unpredicted values'
+/// bits: it is more work.
 const RANK1_GAIN: u64 = 128;
 /// The predictors that may be planned. Every reader decodes all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Allowed {
     /// Rows and columns.
     pub(crate) rank1: bool,
-    /// Rows and columns, and a share of the parent.
+    /// Rows and columns, with a share of the parent.
     pub(crate) blend: bool,
-    /// The difference from a parent in the order of values.
+    /// The difference from a parent, taken in the order of values.
     pub(crate) sub: bool,
     /// Such differences with the parent's exponents as contexts.
     pub(crate) contexts: bool,
     /// Such differences with contexts from the optimizer's update.
     pub(crate) update: bool,
-    /// Copies of other tensors, as they are or rounded.
+    /// Copies of other tensors, exact or rounded.
     pub(crate) copies: bool,
 }
 
@@ -63,13 +65,13 @@ pub(crate) fn allowed(preset: Preset) -> Allowed {
     Allowed { rank1: all, blend: all, sub: all, contexts: all, update: all, copies: all }
 }
 
-/// Whether tensors that are copies of others, as they are or rounded, are predicted from these. Who writes several
-/// tensors finds them.
+/// Whether tensors that are copies of others, exact or rounded, are predicted from them. The caller
+/// that writes several tensors finds the copies.
 pub fn makes_copies(preset: Preset) -> bool {
     allowed(preset).copies
 }
 
-/// [`Inputs::expected`] of some tensors, if a preset has a use for it.
+/// [`Inputs::expected`] of some tensors, if the preset has a use for it.
 pub(crate) fn expected<E>(
     preset: Preset,
     inputs: &dyn Inputs<E>,
@@ -79,45 +81,45 @@ pub(crate) fn expected<E>(
     tensors.iter().map(|t| if wanted { inputs.expected(*t) } else { Ok(None) }).collect()
 }
 
-/// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
+/// The tensor of a parent checkpoint that a tensor may be stored as a difference from.
 #[derive(Debug, Clone, Copy)]
 pub struct ParentSample<'a> {
     /// Hash of the parent's manifest.
     pub manifest: Digest,
-    /// Number of the tensor in the parent, where it has the same dtype and shape.
+    /// Index of the tensor in the parent, where it has the same dtype and shape.
     pub tensor: u32,
     /// Its values at [`parent_probes`], one run after the other.
     pub values: &'a [u8],
-    /// The tensor's moments, in its own checkpoint, if they are stored and may be read with it. Tensors of which the
-    /// sample is all have no use for them.
+    /// The tensor's moments, in its own checkpoint, if they are stored and may be read with it.
+    /// Tensors that the sample holds whole have no use for them.
     pub moments: Option<[MomentSample<'a>; 2]>,
-    /// What its rows and columns say of its values, if they are stored so.
+    /// What its rows and columns predict for its values, if it is stored with them.
     pub expected: Option<&'a Expected>,
 }
 
-/// A tensor to be planned.
+/// A tensor to plan.
 #[derive(Debug, Clone, Copy)]
 pub struct PlanJob<'a> {
-    /// How much is tried to make it smaller.
+    /// How much effort goes into making it smaller.
     pub preset: Preset,
     /// The tensor.
     pub view: &'a TensorView<'a>,
-    /// The tensor that it may be stored as its difference from.
+    /// The parent's tensor that it may be stored as a difference from.
     pub parent: Option<&'a ParentSample<'a>>,
-    /// What it is to the optimizer, and the hyperparameters of its group.
+    /// Its role in the optimizer, and the hyperparameters of its group.
     pub role: Option<TensorRole<'a>>,
-    /// What was chosen for the same tensor of an earlier checkpoint.
+    /// The choice made for the same tensor of an earlier checkpoint.
     pub choice: Option<Choice>,
 }
 
 impl<'a> PlanJob<'a> {
-    /// A tensor without a parent, of which nothing else is known.
+    /// A tensor without a parent, role or earlier choice.
     pub fn new(preset: Preset, view: &'a TensorView<'a>) -> Self {
         Self { preset, view, parent: None, role: None, choice: None }
     }
 }
 
-/// What is known of a tensor before its values are looked at.
+/// What is known of a tensor before its values are sampled.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct About<'a> {
     pub(crate) preset: Preset,
@@ -125,16 +127,16 @@ pub(crate) struct About<'a> {
     pub(crate) shape: &'a [u64],
     pub(crate) bytes: usize,
     pub(crate) role: Option<RoleKind>,
-    /// What was chosen before, if it was for such a tensor.
+    /// The earlier choice, if it was made for a tensor of this kind.
     pub(crate) choice: Option<Choice>,
-    /// Whether row and column offsets of it were made.
+    /// Whether row and column offsets were computed for it.
     has_offsets: bool,
-    /// The choice that is made again, in whose layout alone the values are looked at.
+    /// The choice being tried again: values are only sampled in its layout.
     again: Option<Choice>,
 }
 
 impl<'a> About<'a> {
-    /// Of a tensor of so many bytes.
+    /// For a tensor of `bytes` bytes; `choice` is dropped if it does not fit.
     pub(crate) fn new(
         preset: Preset,
         (dtype, shape, bytes): (DType, &'a [u64], usize),
@@ -154,20 +156,20 @@ impl<'a> About<'a> {
         Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
     }
 
-    /// The same, for which a choice is made again.
+    /// The same, with a choice to try again.
     fn again(self, choice: Choice) -> Self {
         Self { choice: None, again: Some(choice), ..self }
     }
 
-    /// The same, whose row and column offsets are these. What was chosen for another tensor, of which none were made, is
-    /// no choice for one that may be worth some.
+    /// The same, with these row and column offsets. A choice made for another tensor that had none
+    /// is dropped if this one has some.
     fn with_offsets(self, offsets: Option<&[u8]>) -> Self {
         let has_offsets = offsets.is_some();
         let unlike = |choice: &Choice| has_offsets && choice.knows_no_offsets();
         Self { choice: self.choice.filter(|choice| !unlike(choice)), has_offsets, ..self }
     }
 
-    /// The same, of which nothing is known.
+    /// The same, without an earlier choice.
     fn without_choice(self) -> Self {
         Self { choice: None, ..self }
     }
@@ -192,7 +194,7 @@ impl About<'_> {
         self.values() > 1 << chunk_log2(self.dtype)
     }
 
-    /// Whether row and column offsets may be worth it: not for weights.
+    /// Whether row and column offsets may be worth it, which they are not for weights.
     fn may_have_offsets(&self) -> bool {
         let floats =
             self.dtype.form() == Form::Float && self.dtype.size() == self.dtype.value_width();
@@ -200,20 +202,20 @@ impl About<'_> {
         allowed(self.preset).rank1 && floats && !weight
     }
 
-    /// Whether it has so many chunks that a sample of it is from several.
+    /// Whether it has so many chunks that a sample takes values from several of them.
     fn is_long(&self) -> bool {
         self.values() >> chunk_log2(self.dtype) >= sample::MANY_CHUNKS
     }
 }
 
 impl CpuEngine {
-    /// Chooses a plan by looking at up to 16,384 values at fixed positions of the tensor, and at more of one that may be
-    /// predicted by its rows and columns.
+    /// Chooses a plan from up to 16,384 values at fixed positions of the tensor, and from more if
+    /// rows and columns may predict it.
     ///
-    /// With a parent, the tensor is stored as a difference from the parent's values if that is clearly
-    /// smaller, and otherwise as if there were no parent. Preset `nvcomp` stores every tensor by itself.
+    /// With a parent, the tensor is stored as a difference from the parent's values if that is clearly smaller, and
+    /// otherwise as if there were no parent. Preset `nvcomp` stores every tensor without a parent.
     ///
-    /// With a choice that was made before, nothing else is compared as long as that costs about what it did.
+    /// With an earlier choice, nothing else is compared while that one costs about what it did.
     ///
     /// # Errors
     /// Errors of a codec; `Corrupt` if the parent's sample has another size.
@@ -247,8 +249,8 @@ impl CpuEngine {
         }
     }
 
-    /// The grid of values that row and column offsets are made from, if they may be worth it: in what is looked at
-    /// first, signs are all alike, as those of second moments are, or sizes differ from run to run.
+    /// The grid of values to compute row and column offsets from, or `None` if they are not worth trying. They may be
+    /// worth it if all signs in the sample are equal, as in second moments, or sizes differ from run to run.
     pub(crate) fn wants_offsets(&self, about: &About<'_>, sample: &[u8]) -> Option<Grid> {
         let unused = |choice: Choice| !choice.needs_offsets() && !choice.knows_no_offsets();
         let unused = about.choice.is_some_and(unused);
@@ -264,7 +266,7 @@ impl CpuEngine {
         rank1::fit(width_of(about.width())?, grid, values)
     }
 
-    /// The plan of a tensor without a parent. `offsets`: its row and column offsets, if it may have some.
+    /// The plan of a tensor without a parent. `offsets`: its row and column offsets, if they may be used.
     pub(crate) fn plan_alone(
         &self,
         about: &About<'_>,
@@ -285,7 +287,7 @@ impl CpuEngine {
         self.plan_found(about, found, sample, offsets, scratch)
     }
 
-    /// The plan of a tensor whose sample is cheapest so, and whether that is by row and column offsets.
+    /// Makes the plan from the cheapest candidate of the sample and whether that uses row and column offsets.
     fn plan_found(
         &self,
         about: &About<'_>,
@@ -307,7 +309,8 @@ impl CpuEngine {
                 self.plan_alone(&simpler, sample, None, s)
             });
         }
-        // Where what was chosen did not hold, less was looked at: the next time all is.
+        // If the earlier choice did not hold, less was compared: nothing is remembered, so that the
+        // next time everything is.
         let now = Choice::of(about, sample.values.len(), (&plan, planes), (bits, bits));
         let choice = match known {
             Some(choice) => choice.made_again(now).filter(|_| choice.holds(bits)),
@@ -316,8 +319,8 @@ impl CpuEngine {
         Ok(TensorPlan { choice, ..plan })
     }
 
-    /// What a sample takes by what was chosen before, and whether that is by row and column offsets; `None`: not about as
-    /// much as it did.
+    /// The sample's cost by the earlier choice, and whether that uses row and column offsets;
+    /// `None` if it is not close to what it was.
     fn alone_again(
         &self,
         about: &About<'_>,
@@ -339,8 +342,9 @@ impl CpuEngine {
         Ok(best.map(|best| (Some(best), choice.way == Way::Rank1)))
     }
 
-    /// Of a tensor whose sample is all of it, the plan that makes it smaller: `plan`, or what preset `fast` makes. Such a
-    /// tensor is small, so that its tables and side data, which estimates know little of, are much of it.
+    /// For a tensor that the sample holds whole: the plan that encodes it smaller, `plan` or that
+    /// of preset `fast`. Such a tensor is small, so its tables and side data, which the estimates
+    /// hardly include, are a large part of it.
     fn smaller_of_small(
         &self,
         about: &About<'_>,
@@ -374,7 +378,7 @@ impl CpuEngine {
         Ok(if size(&plan)? <= size(&fast)? { plan } else { fast })
     }
 
-    /// The cheaper of values by themselves and predicted by row and column offsets, and whether it is these.
+    /// The cheaper of plain values and values predicted by row and column offsets, and whether it is the latter.
     fn alone(
         &self,
         about: &About<'_>,
@@ -392,8 +396,8 @@ impl CpuEngine {
         Ok(if smaller { (best, true) } else { (direct, false) })
     }
 
-    /// What a sample takes if it is predicted by row and column offsets, and these. `parent`: its parent's values, if they
-    /// have a share.
+    /// The sample's cost if row and column offsets predict it, including the offsets. `parent`: its
+    /// parent's values, if they have a share.
     fn by_offsets(
         &self,
         about: &About<'_>,
@@ -403,7 +407,7 @@ impl CpuEngine {
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
         let width = width_of(about.width())?;
-        // What the offsets take, as a part of what the sample does.
+        // What the offsets take, scaled to the sample's part of the tensor.
         let stored =
             8 * stored_len(offsets) as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
         let offsets = Offsets::parse(width, offsets)?;
@@ -425,14 +429,14 @@ impl CpuEngine {
     }
 }
 
-/// The plan of preset `nvcomp`, which depends on the dtype alone. In each chunk a plane that does not get
-/// smaller is stored as it is.
+/// The plan of preset `nvcomp`, which depends only on the dtype. In each chunk, a plane that coding
+/// does not make smaller is stored raw.
 pub(crate) fn nvcomp(dtype: DType) -> TensorPlan {
     const RAW: PlaneCoding = PlaneCoding::RAW;
     const ANS: PlaneCoding = PlaneCoding::NVCOMP_ANS;
     const GDEFLATE: PlaneCoding = PlaneCoding::GDEFLATE;
     let (layout, planes) = match (dtype.form(), dtype.value_width()) {
-        // Signs are bits already.
+        // Signs are single bits already.
         (Form::Float, 2) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE]),
         (Form::Float, _) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE, GDEFLATE]),
         (Form::Bytes, 1) => (LayoutId::WHOLE, vec![GDEFLATE]),
@@ -441,7 +445,7 @@ pub(crate) fn nvcomp(dtype: DType) -> TensorPlan {
     TensorPlan::new(Plan::direct(layout), planes, chunk_log2(dtype))
 }
 
-/// The plan of a tensor whose layout is chosen. `needs`: side data that its chunks need.
+/// The plan of a tensor from its cheapest candidate. `needs`: side data that its chunks need.
 fn finish(
     about: &About<'_>,
     best: Option<Candidate>,

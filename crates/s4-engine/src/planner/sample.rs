@@ -1,4 +1,4 @@
-//! The values that a planner looks at: at fixed positions.
+//! The values that the planner looks at, at fixed positions.
 
 use std::ops::Range;
 
@@ -6,50 +6,51 @@ use s4_format::DType;
 
 use crate::chunk::chunk_log2;
 
-/// Runs of values that the planner looks at.
+/// Number of runs of values that the planner looks at.
 const PROBES: u64 = 16;
-/// Values in each, at most: of a smaller tensor one value in [`SAMPLED`] is looked at.
+/// Values in each run, at most. A smaller tensor has one value in [`SAMPLED`] looked at.
 const PROBE: u64 = 1024;
 const SAMPLED: u64 = 4;
-/// Tensors of up to so many values are looked at whole.
+/// Tensors of up to this many values are looked at whole.
 const WHOLE: u64 = PROBES * PROBE;
-/// Sizes differ from run to run if that adds this part to how much they differ within runs: 8 means one in 8.
+/// Sizes differ from run to run if that adds this part to their variation within runs: 8 means one in 8.
 const EVEN: u64 = 8;
-/// Chunks of the parent that the planner looks into, which may each have to be read and decoded whole: of a tensor with fewer
-/// chunks than [`MANY_CHUNKS`], and of others. A buffer of weights and moments is another thing here than there.
+/// How many chunks of the parent the planner looks into, each of which may have to be read and
+/// decoded whole: for tensors with fewer chunks than [`MANY_CHUNKS`], and for larger ones. A large
+/// buffer of weights and moments differs from place to place.
 const PARENT_CHUNKS: [u64; 2] = [4, 8];
 pub(super) const MANY_CHUNKS: u64 = 24;
 
-/// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
+/// The values of a tensor's parent that the planner looks at, as ranges of value indices in
 /// ascending order. Fixed for a dtype and a number of values; they lie in a few chunks.
 pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
     if are_same(dtype, values) {
         return sampled_runs(values).filter(|r| !r.is_empty()).collect();
     }
     let (chunk, whole, chunks) = chunks_of(dtype, values);
-    // Whole chunks, from the first to the last of them, and some probes in each.
+    // Whole chunks, spread from the first to the last, with some probes in each.
     let at = |i| (whole - 1) * i / (chunks - 1) * chunk;
     let (probes, probe) = (PROBES / chunks, probe(values));
     (0..chunks).flat_map(|i| spread(at(i)..at(i) + chunk, (probes, probe))).collect()
 }
 
-/// Whether [`parent_probes`] are the [`sampled_runs`]: of a tensor of few chunks.
+/// Whether [`parent_probes`] are the same as [`sampled_runs`], as for a tensor of few chunks.
 pub(crate) fn are_same(dtype: DType, values: u64) -> bool {
     let (_, whole, chunks) = chunks_of(dtype, values);
     whole <= chunks
 }
 
-/// The values of a chunk, how many whole ones there are, and how many of a parent's are looked into.
+/// The values of a chunk, the number of whole chunks, and how many of the parent's are looked into.
 fn chunks_of(dtype: DType, values: u64) -> (u64, u64, u64) {
     let chunk = 1 << chunk_log2(dtype);
     let whole = values / chunk;
     (chunk, whole, PARENT_CHUNKS[usize::from(whole >= MANY_CHUNKS)])
 }
 
-/// Values in a run of a tensor of so many.
+/// Values in each run of a tensor of `values` values.
 pub(super) fn probe(values: u64) -> u64 {
     match values <= WHOLE {
-        // Of which all are looked at.
+        // Small enough to be looked at whole.
         true => PROBE,
         false => (values / (SAMPLED * PROBES)).min(PROBE),
     }
@@ -61,7 +62,7 @@ pub(crate) fn probed(dtype: DType, data: &[u8]) -> Vec<u8> {
     gather(data, width, parent_probes(dtype, (data.len() / width) as u64).into_iter())
 }
 
-/// Runs of so many values, evenly spaced from the start of a range to its end.
+/// Runs of equal length, evenly spaced from the start of a range to its end.
 fn spread(within: Range<u64>, (runs, len): (u64, u64)) -> impl Iterator<Item = Range<u64>> {
     let step = if runs == 1 { 0 } else { (within.end - within.start - len) / (runs - 1) };
     (0..runs).map(move |i| {
@@ -70,7 +71,7 @@ fn spread(within: Range<u64>, (runs, len): (u64, u64)) -> impl Iterator<Item = R
     })
 }
 
-/// The runs of values that are looked at, evenly spaced over the tensor: the whole of a small one.
+/// The runs of values that are looked at, evenly spaced over the tensor; a small one is a single run.
 pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
     let all = values <= WHOLE;
     spread(0..values, if all { (1, values) } else { (PROBES, probe(values)) })
@@ -93,37 +94,37 @@ pub(super) fn gather(
 /// Values at fixed positions.
 #[derive(Debug, Clone)]
 pub(crate) struct Sample {
-    /// Their numbers: runs in ascending order.
+    /// Their indices: runs in ascending order.
     pub(super) runs: Vec<Range<u64>>,
-    /// One run after the other.
+    /// The values, one run after the other.
     pub(super) values: Vec<u8>,
 }
 
 impl Sample {
-    /// Those of `data`, whose values have `width` bytes.
+    /// The sample of `data`, whose values have `width` bytes.
     pub(crate) fn of(data: &[u8], width: usize, runs: Vec<Range<u64>>) -> Self {
         let values = gather(data, width, runs.iter().cloned());
         Self { runs, values }
     }
 
-    /// Those that were fetched already: as many as the runs have.
+    /// A sample whose values were fetched already: as many as the runs have.
     #[cfg(feature = "cuda")]
     pub(crate) fn fetched(runs: Vec<Range<u64>>, values: &[u8]) -> Self {
         Self { runs, values: values.to_vec() }
     }
 }
 
-/// Whether values of both signs are in each run of so many.
+/// Whether each run of `run` values has values of both signs.
 pub(super) fn signs_change(sample: &[u8], width: usize, run: u64) -> bool {
     sample.chunks(run as usize * width).all(|run| have_both_signs(run, width))
 }
 
-/// Whether the sizes of floats differ from run to run of so many values, or their signs do not differ at all.
+/// Whether the sizes of floats differ from run to run (of `run` values each), or all signs are equal.
 pub(super) fn is_uneven(sample: &[u8], width: usize, run: u64) -> bool {
     if !have_both_signs(sample, width) {
         return !sample.is_empty();
     }
-    // The number of values times the sum of the squares of their distances from the mean.
+    // The number of values times the sum of their squared distances from the mean.
     let spread = |(n, sum, squares): (u64, u64, u64)| n * squares - sum * sum;
     let (mut all, mut within) = ((0, 0, 0), 0);
     for run in sample.chunks(run as usize * width) {
@@ -135,10 +136,10 @@ pub(super) fn is_uneven(sample: &[u8], width: usize, run: u64) -> bool {
     all > within + within / EVEN
 }
 
-// What follows is made of vector instructions, since the width is known and each value is one number.
+// The functions below compile to vector instructions: the width is known and each value is read as one number.
 
 fn have_both_signs(values: &[u8], width: usize) -> bool {
-    // Any bit of any value, and those of all.
+    // `any` ORs all values, `all` ANDs them.
     macro_rules! top {
         ($number:ty) => {{
             let values = values.as_chunks::<{ size_of::<$number>() }>().0.iter();
@@ -155,9 +156,9 @@ fn have_both_signs(values: &[u8], width: usize) -> bool {
     }
 }
 
-/// How many values a run has, and the sums of their exponents and of the squares of these.
+/// The number of values in a run, and the sums of their exponents and of the squared exponents.
 fn sums_of_exponents(run: &[u8], width: usize) -> (u64, u64, u64) {
-    // The 8 bits below the sign. PROBE squares of them fit.
+    // The 8 bits below the sign. The sum of PROBE squares fits.
     const { assert!(PROBE * 255 * 255 < i32::MAX as u64) };
     macro_rules! sums {
         ($number:ty, $shift:expr) => {{

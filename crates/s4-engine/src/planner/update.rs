@@ -1,4 +1,4 @@
-//! How contexts `update` are told from moments, found on a sample.
+//! How contexts `update` are derived from moments, fitted to a sample.
 
 use s4_codec_cpu::rans::entropy_of;
 use s4_format::{DType, Error, Result};
@@ -8,21 +8,21 @@ use s4_predict::update::{Update, float_bits};
 use crate::CpuEngine;
 use crate::scratch::width_of;
 
-/// Values of the sample that are looked at, at most.
+/// How many values of the sample are looked at, at most.
 const LOOKED_AT: usize = 2048;
-/// What is tried as the floor, in 128ths of an octave above the median of updates, besides none. The longer ago the
-/// parent, the less small moments say.
+/// Floors to try besides none, in 128ths of an octave above the median of updates. The older the
+/// parent is, the less small moments tell.
 const FLOORS: [i32; 4] = [-64, 0, 64, 128];
-/// What is tried as the class that is exceeded by one value in [`FEW`].
+/// Classes to try as the one that one value in [`FEW`] exceeds.
 const TOPS: [i32; 2] = [11, 14];
 const FEW: usize = 50;
-/// Units of a class.
+/// Units in a class.
 const CLASS: i32 = 64;
 
 /// A tensor's moment at the positions of its sample.
 #[derive(Debug, Clone, Copy)]
 pub struct MomentSample<'a> {
-    /// Number of the moment in the tensor table.
+    /// Index of the moment in the tensor table.
     pub tensor: u32,
     /// Type of its elements.
     pub dtype: DType,
@@ -31,10 +31,11 @@ pub struct MomentSample<'a> {
 }
 
 impl CpuEngine {
-    /// Negates differences from a parent's values, of `dtype`, as moments say. `None`: nothing can be told by these.
+    /// Negates differences of `dtype` from a parent's values as the moments say. `None` if moments
+    /// of these dtypes tell nothing.
     ///
     /// # Errors
-    /// `Corrupt` if there are not as many values of each.
+    /// `Corrupt` if the numbers of values differ.
     pub(super) fn turn(
         &self,
         dtype: DType,
@@ -55,10 +56,10 @@ impl CpuEngine {
         Ok(Some(update))
     }
 
-    /// How the contexts of such differences, negated as these moments say, are told best.
+    /// The best way to derive contexts for differences that were negated as these moments say.
     ///
     /// # Errors
-    /// `Corrupt` if there are not as many values of each.
+    /// `Corrupt` if the numbers of values differ.
     pub(super) fn fit_update(
         &self,
         update: Update,
@@ -82,11 +83,11 @@ impl CpuEngine {
     }
 }
 
-/// What is looked at of a sample, value by value: sizes in 128ths of an octave.
+/// The values of a sample that are looked at: sizes in 128ths of an octave.
 struct Looked {
     updates: Vec<i32>,
     weights: Vec<i32>,
-    /// Bits that the difference takes.
+    /// Bits that each difference takes.
     lengths: Vec<u8>,
 }
 
@@ -106,7 +107,7 @@ impl Looked {
     }
 }
 
-/// The floor and offset whose classes tell most of the differences' lengths.
+/// The floor and offset whose classes tell most about the lengths of the differences.
 fn cheapest(update: Update, looked: &Looked) -> Update {
     let Looked { updates, weights, lengths } = looked;
     if updates.is_empty() {
@@ -122,11 +123,11 @@ fn cheapest(update: Update, looked: &Looked) -> Update {
         sorted.clone_from(&over);
         let high = *sorted.select_nth_unstable(over.len() - 1 - over.len() / FEW).1;
         for top in TOPS {
-            // What does not fit is out of reach of any class.
+            // A value that does not fit is beyond any class.
             let short = |x: i32| x.clamp(i16::MIN.into(), i16::MAX.into()) as i16;
             let candidate =
                 Update { floor: short(floor), offset: short(top * CLASS - high), ..update };
-            // There are at most 64 bits.
+            // A length is at most 64 bits.
             let mut counts = [[0u16; 65]; 16];
             for (over, length) in over.iter().zip(lengths) {
                 let class = (over + i32::from(candidate.offset)) / CLASS;

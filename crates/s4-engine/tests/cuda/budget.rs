@@ -29,7 +29,7 @@ fn scratch_stays_within_its_budget_and_nothing_is_left() {
     let hosts = hosts(&gpu);
     let uploads: Vec<_> = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
     let cpu: Vec<_> = hosts.iter().map(|h| on_cpu(h, None)).collect();
-    // Once, so that what the driver itself keeps of kernels is there.
+    // Run once, so that the driver holds what it keeps for kernels.
     on_gpu(&gpu.engine(CudaOptions::default()), &hosts, &uploads, None).unwrap();
     let free = || {
         gpu.stream.synchronize().unwrap();
@@ -69,7 +69,7 @@ fn scratch_stays_within_its_budget_and_nothing_is_left() {
     assert_eq!(free(), before, "device memory is left allocated");
 }
 
-/// What a framework left: the engine takes at most half of it, as long as it can work in that.
+/// The engine takes at most half of what a framework left free, as long as it can work in that.
 #[test]
 fn little_free_memory_means_less_scratch_and_no_detour() {
     let Some(gpu) = gpu() else { return };

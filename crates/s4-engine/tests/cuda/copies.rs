@@ -40,7 +40,7 @@ impl Copy {
             DType::BFloat16 => Kernels::default().to_bf16(wide, &mut data),
             _ => Kernels::default().to_fp16(wide, &mut data),
         }
-        // Some are no copies.
+        // Some values are not copies.
         data.chunks_exact_mut(2).skip(7).step_by(911).for_each(|x| x[0] ^= 3);
         let name = format!("{dtype} {name} {} {}", data.len() / 2, plan.plan.layout);
         let host = Host::new(name, dtype, data);
@@ -165,7 +165,8 @@ fn encode(gpu: &Gpu, engine: &CudaEngine, copies: &[Copy], given: Given) -> Vec<
     plans.into_iter().zip(chunks).map(|(p, c)| Encoded::new(p, c)).collect()
 }
 
-/// Decodes the CPU's frames on the device; `given`: with the wider values there. Gives what was left undone, too.
+/// Decodes the CPU's frames on the device; `given`: with the wider values in place. Also returns
+/// what was left undone.
 fn decode(
     gpu: &Gpu,
     engine: &CudaEngine,
@@ -218,7 +219,7 @@ fn sizes(gpu: &Gpu) -> &'static [usize] {
 fn copies_are_as_on_the_cpu_wherever_the_wider_values_are() {
     let Some(gpu) = gpu() else { return };
     let mut all = copies(sizes(&gpu));
-    // Chunks whose input is two of its own.
+    // Chunks whose input is two chunks of the wider tensor.
     let wide = patterns::all(Kind::F32, 140_001).find(|p| p.0 == "like-weights").unwrap().1;
     let planes = [PlaneCoding::RANS8; 2];
     let large = plan(DType::BFloat16, LayoutId::FIELDS, &planes);
@@ -242,7 +243,7 @@ fn copies_are_as_on_the_cpu_wherever_the_wider_values_are() {
     assert_eq!(engine.chunks().host + engine.chunks().refused, 0);
 }
 
-/// What a reader would not have is not predicted from.
+/// Values that a reader would not have are not predicted from.
 #[test]
 fn copies_of_values_that_changed_are_stored_as_they_are() {
     let Some(gpu) = gpu() else { return };
@@ -259,7 +260,7 @@ fn copies_of_values_that_changed_are_stored_as_they_are() {
     }
 }
 
-/// A copy whose wider values are not there is left to the caller, and never becomes something else.
+/// A copy whose wider values are missing is left to the caller, and never decoded to something else.
 #[test]
 fn copies_without_the_wider_values_are_left_undone() {
     let Some(gpu) = gpu() else { return };

@@ -15,8 +15,8 @@ use crate::support::{Encoded, Gpu, Host, Span, Upload, compare, gpu, kinds, on_c
 
 pub(crate) const MANIFEST: Digest = Digest([7; 32]);
 
-/// A tensor, training step by training step, and its frames: the first by itself, the others as the
-/// planner likes with the one before as the parent.
+/// A tensor, training step by training step, and its frames: the first without a parent, the others
+/// as the planner chooses with the previous step as the parent.
 pub(crate) struct Line {
     pub(crate) steps: Vec<Host>,
     pub(crate) coded: Vec<Encoded>,
@@ -276,7 +276,7 @@ fn differences_are_as_on_the_cpu_wherever_the_parent_is() {
 #[test]
 fn differences_of_large_tensors_stay_within_small_budgets() {
     let Some(gpu) = gpu() else { return };
-    // Of a group in the smaller budgets more than a slot's memory on the host has room for.
+    // In the smaller budgets, a group has more than a slot's host memory has room for.
     let n = if gpu.is_slow() { 800_000 } else { 30_000_000 };
     let of = |dtype, kind, n| {
         let data = patterns::all(kind, n).find(|p| p.0 == "like-weights").unwrap().1;
@@ -320,7 +320,7 @@ fn ordered_differences_are_as_on_the_cpu() {
     }
 }
 
-/// Decodes lines into device memory, level by level. Gives the values, and what was left undone.
+/// Decodes lines into device memory, level by level. Returns the values, and what was left undone.
 pub(crate) fn decode(gpu: &Gpu, engine: &CudaEngine, lines: &[Line]) -> (Vec<Vec<u8>>, Vec<usize>) {
     let last = lines[0].steps.len() - 1;
     let to: Vec<_> = (0..)
@@ -369,7 +369,7 @@ fn chains_are_decoded_where_they_belong() {
     let lines = lines(sizes, 4);
     let engine = gpu.engine(CudaOptions::default());
     let (values, undone) = decode(&gpu, &engine, &lines);
-    // Zstandard is the CPU's: whoever asked decodes these another way.
+    // Only the CPU decodes Zstandard: the caller must decode these another way.
     let lacking = |l: &Line| (1..4).any(|s| l.coded[s].plan.planes.contains(&PlaneCoding::ZSTD));
     for (number, (line, values)) in lines.iter().zip(values).enumerate() {
         assert_eq!(undone.contains(&number), lacking(line), "{}", line.last().name);
@@ -403,7 +403,7 @@ fn what_the_kernels_lack_is_left_to_the_cpu() {
         assert_eq!(compare(line.last(), e, &line.coded[2]), None);
     }
     assert_eq!(decode(&gpu, &engine, &lines).1, [0, 1]);
-    // Nobody takes the device's memory for their values unasked.
+    // Unless the caller asks what is undone, it is an error: nobody takes the memory for their values.
     let to = gpu.upload(&lines[0].last().data, 0);
     let e = &lines[0].coded[1];
     let left = engine.decode::<CudaError>(&[to.memory()], None, |decoder| {
@@ -446,7 +446,7 @@ fn parents_that_are_damaged_or_missing_are_errors() {
     }
     let short = engine.encode(&Jobs { inputs: &Short, ..Jobs::new(&tensors, &plans) }, |_| Ok(()));
     assert!(matches!(&short, Err(CudaError::Gpu(GpuError::Argument(_)))), "{short:?}");
-    // The engine goes on.
+    // The engine still works.
     parents.damaged = None;
     assert!(encode(&gpu, &engine, &parents, None).is_ok());
 }
@@ -463,7 +463,7 @@ fn chains_too_long_for_the_device_are_decoded_by_the_cpu() {
     check(&gpu, &engine, &lines, Given::Frames);
 }
 
-/// Differences with every symbol, some of them often: tables that several chunks share, without an escape.
+/// Differences with every symbol, some of them frequent: tables that several chunks share, without an escape.
 #[test]
 fn tables_of_all_symbols_are_shared_without_an_escape() {
     let Some(gpu) = gpu() else { return };

@@ -52,7 +52,7 @@ fn pool() -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap()
 }
 
-/// Decodes spans that threads fill in; `at` tells, before a part is filled, which it is.
+/// Decodes spans that threads fill in; `at` gets the index and offset of each part before it is filled.
 fn fed(
     engine: &CudaEngine,
     to: &[Upload],
@@ -113,7 +113,7 @@ fn what_a_thread_fails_with_is_told_and_nothing_follows() {
         assert_eq!(done.unwrap_err().to_string(), "no such part");
         assert_eq!(queued, [0, 1]);
     }
-    // The engine can go on.
+    // The engine still works.
     let (to, spans) = spans(&gpu, &hosts, &encoded);
     fed(&engine, &to, spans, true, |_, _| Ok(())).0.unwrap();
     arrived(&gpu, &hosts, &to);

@@ -1,4 +1,4 @@
-//! Frames that callers hold on to: the bytes that the CPU makes, in memory that is used again.
+//! Frames that callers hold on to: the bytes that the CPU makes, in memory that is reused.
 
 use std::sync::Barrier;
 
@@ -11,7 +11,7 @@ use s4_planes::patterns::{self, Kind};
 
 use crate::support::{Encoded, Gpu, Host, Upload, gpu, on_cpu};
 
-/// Pieces of this budget have 2 MiB and 64 KiB, the least that there is.
+/// Pieces of this budget have 2 MiB and 64 KiB, the smallest size.
 const SMALL: u64 = 3 * PIECE;
 const PIECE: u64 = (2 << 20) + (64 << 10);
 
@@ -29,7 +29,7 @@ impl Tensors {
         Self::times(gpu, 1)
     }
 
-    /// As many times the values.
+    /// The same with `times` times the values.
     fn times(gpu: &Gpu, times: usize) -> Self {
         let mut state = 1u32;
         let mut noise = |n: usize| {
@@ -51,7 +51,7 @@ impl Tensors {
         Self { hosts, uploads, cpu }
     }
 
-    /// Encodes them; gives what can be held on to, and of the rest copies.
+    /// Encodes them; returns frames that can be held on to, and copies of the others.
     fn encode(&self, engine: &CudaEngine) -> Result<Vec<Frame>, CudaError> {
         self.encode_until(engine, usize::MAX)
     }
@@ -60,7 +60,7 @@ impl Tensors {
         Ok(self.encode_with(engine, most)?.0)
     }
 
-    /// As that; also the most bytes of frames that came at once.
+    /// As [`Self::encode`]; also returns the most bytes of frames that came at once.
     fn encode_with(
         &self,
         engine: &CudaEngine,
@@ -94,7 +94,7 @@ impl Tensors {
         Ok((found, at_once))
     }
 
-    /// Checks frames; gives how many of them are held.
+    /// Checks frames; returns how many of them are held.
     fn check(&self, frames: &[Frame]) -> usize {
         let all = self.cpu.iter().map(|e| e.chunks.len()).sum::<usize>();
         assert_eq!(frames.len(), all);
@@ -136,14 +136,14 @@ fn frames_are_the_same_held_or_copied() {
                 1 if budget == PIECE => assert!(0 < held && held < frames.len(), "{held}"),
                 _ => assert_eq!(held, frames.len()),
             }
-            // Whoever holds frames needs no engine.
+            // Held frames outlive the engine.
             drop(engine);
             assert_eq!(tensors.check(&frames), held);
         }
     }
 }
 
-/// Groups that are larger than what a slot has on the host, where pieces have room for them.
+/// Groups that are larger than a slot's host memory, if pieces have room for them.
 #[test]
 fn large_groups_have_places_in_pieces() {
     let Some(gpu) = gpu() else { return };
@@ -198,7 +198,7 @@ fn what_the_budget_has_no_room_for_is_to_be_copied() {
     assert!(0 < held && held < second.len(), "{held}");
     assert_eq!(tensors.check(&third), 0);
     assert_eq!(engine.frame_memory().taken, SMALL);
-    // A smaller budget: what is held stays, and goes back to the system after that.
+    // With a smaller budget, held memory stays, and goes back to the system after that.
     engine.limit_frame_memory(PIECE);
     assert_eq!(engine.frame_memory().taken, SMALL);
     drop(first);
@@ -220,7 +220,7 @@ fn pieces_are_taken_before_they_are_needed() {
     assert!(!engine.grow_frame_memory(PIECE), "no piece was needed yet");
     drop(tensors.encode(&engine).unwrap());
     let needed = engine.frame_memory().taken;
-    // Enough for two such saves at once, which take nothing more then.
+    // Enough for two such saves at once, which then take nothing more.
     while engine.grow_frame_memory(2 * needed) {}
     let memory = engine.frame_memory();
     assert!(2 * needed < memory.taken && memory.taken <= memory.budget, "{memory:?}");
@@ -248,7 +248,7 @@ fn frames_that_stay_have_half_of_the_budget() {
     drop(frames);
     let memory = engine.frame_memory();
     assert_eq!((memory.kept, memory.taken, memory.idle), (one, 2 * PIECE, 0));
-    // The next save takes other pieces, and so much is taken ahead for it.
+    // The next save takes other pieces, and as much is taken in advance for the one after it.
     let second = save();
     assert_eq!((tensors.check(&second), engine.frame_memory().taken), (second.len(), 4 * PIECE));
     let more = engine.keep_frames(&bytes(&second)).unwrap();
@@ -310,7 +310,7 @@ fn threads_that_encode_at_once_share_the_memory() {
     assert!(memory.taken <= SMALL && memory.idle == memory.taken, "{memory:?}");
 }
 
-/// A child has no driver: it leaves the memory alone, also where it ends as its parent does.
+/// A forked child has no driver: it leaves the memory alone, even when it drops what its parent holds.
 #[test]
 #[cfg(target_os = "linux")]
 fn a_fork_leaves_the_memory_to_its_parent() {

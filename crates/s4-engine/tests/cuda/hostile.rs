@@ -10,7 +10,7 @@ use s4_planes::patterns::{self, Kind};
 
 use crate::support::{Encoded, Host, gpu, on_cpu};
 
-/// A frame that was damaged, and what is said of it.
+/// A damaged frame, with its record.
 struct Damaged {
     source: usize,
     frame: Vec<u8>,
@@ -172,7 +172,7 @@ fn decode_all(
                     input: None,
                     moments: None,
                 };
-                // An error may be one of an earlier frame: then this one was not taken.
+                // An error may belong to an earlier frame: then this one was not taken.
                 for attempt in 0.. {
                     let pushed = decoder.push(0, d.frame.len(), vec![job.clone()], |to| {
                         to.copy_from_slice(&d.frame);

@@ -104,7 +104,7 @@ fn decode(
     Ok(to.iter().map(|u| gpu.download(u.address, u.bytes)).collect())
 }
 
-/// What the streams of a frame are.
+/// Codec and parameter of each stream of each frame.
 fn codecs(e: &Encoded) -> Vec<Vec<(CodecId, u8)>> {
     let of = |s: &StreamEntry| (s.codec, s.param);
     e.chunks.iter().map(|c| c.0.streams.iter().map(of).collect()).collect()
@@ -220,7 +220,7 @@ fn damage_is_found_and_strangers_are_refused() {
         let e = run(bad, Some(&trusted)).unwrap_err();
         assert!(e.contains("chunk 0"), "byte {at}: {e}");
     }
-    // A value that another program changed, with a new checksum of the frame: raw planes are free of risk.
+    // A wrong checksum of the values, in a frame with a right one of its own.
     let mut bad = copy();
     bad.chunks[0].0.crc_raw ^= 1;
     let e = run(bad, Some(&trusted)).unwrap_err();
@@ -233,7 +233,7 @@ fn damage_is_found_and_strangers_are_refused() {
 fn open_streams_are_read_without_trust() {
     let Some((gpu, engine, ..)) = nvcomp(CudaOptions::default()) else { return };
     if gpu.is_slow() {
-        return; // the stand-in's streams are no GDeflate
+        return; // the stand-in's streams are not GDeflate
     }
     let data: Vec<u8> = (0..400_000u32).map(|i| (i / 1000) as u8).collect();
     let host = Host::new("ints", DType::UInt8, data);

@@ -9,8 +9,8 @@ const MIB: usize = 1 << 20;
 #[test]
 fn page_locked_memory_is_zeroed_and_within_a_devices_reach() {
     let Some(gpu) = gpu() else { return };
-    // From 2 MiB on they are pages of the process; the emulated driver does not lock 10 MiB, and devices see 6 MiB
-    // at other addresses there, so that it allocates these itself.
+    // From 2 MiB on they are pages of the process. The emulated driver refuses to lock 10 MiB, and
+    // gives 6 MiB another address on the device, so it allocates these itself.
     for bytes in [0, 1, 4097, 2 * MIB - 1, 2 * MIB, 5 * MIB + 3, 6 * MIB, 10 * MIB, 70 * MIB] {
         let pinned = Pinned::new(&gpu.device, bytes).unwrap();
         let len = bytes.max(1);
@@ -28,7 +28,7 @@ fn page_locked_memory_is_zeroed_and_within_a_devices_reach() {
             gpu.stream.synchronize().unwrap();
         }
         let expected = mine.to_vec();
-        // What is in flight when memory is dropped is done before it goes.
+        // Copies in flight when memory is dropped are done before it goes.
         // SAFETY: as above.
         unsafe { gpu.stream.copy_to_host(there.address(), &pinned, 0, len).unwrap() };
         drop(pinned);

@@ -25,7 +25,7 @@ fn noise(i: u64) -> u64 {
     (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40
 }
 
-/// Offsets for so many rows and columns; some rows are of zeros.
+/// Offsets for the given numbers of rows and columns; some rows are zeros.
 fn offsets(dtype: DType, rows: u32, cols: u32) -> Vec<u8> {
     let bits = 8 * dtype.value_width() as u32;
     let mut side = [rows, cols].map(u32::to_le_bytes).concat();
@@ -78,7 +78,7 @@ fn rank1(host: &Host, layout: LayoutId, planes: &[PlaneCoding], side: Vec<u8>) -
     plan_of(host, Plan::rank1(layout), planes, (SideKind::OFFSETS, side))
 }
 
-/// Frames are the CPU's, and come back, all by the kernels.
+/// Checks that frames equal the CPU's and decode again, all by the kernels.
 fn check(gpu: &Gpu, engine: &CudaEngine, hosts: &[Host], plans: &[TensorPlan]) {
     let uploads: Vec<Upload> =
         (0..).zip(hosts).map(|(i, h)| gpu.upload(&h.data, i % 3 * 8)).collect();
@@ -101,7 +101,7 @@ fn rows_and_columns_are_predicted_as_on_the_cpu() {
     let (p8, p12, raw, bits) =
         (PlaneCoding::RANS8, PlaneCoding::RANS12, PlaneCoding::RAW, PlaneCoding::BITS7);
     let (mut hosts, mut plans) = (vec![], vec![]);
-    // Chunks that start within a row, rows longer than a chunk, and such that end with one.
+    // Chunks that start within a row, rows longer than a chunk, and chunks that end with a row.
     let large: (u32, u32) = if gpu.is_slow() { (137, 1001) } else { (4001, 3003) };
     for (dtype, kind) in FLOATS {
         let sides = [(1, 16), (1, 4097), (4097, 1), (17, 24), (96, 96), large];
@@ -140,7 +140,7 @@ fn rows_and_columns_are_predicted_as_on_the_cpu() {
 #[test]
 fn offsets_that_are_too_many_are_left_to_the_cpu() {
     let Some(gpu) = gpu() else { return };
-    // Of two chunks, the second of which begins within the row.
+    // Two chunks, the second of which begins within the row.
     let (dtype, cols) = (DType::BFloat16, 200_000);
     let side = offsets(dtype, 1, cols);
     let (name, shape) = ("wide".into(), vec![1, u64::from(cols)]);
@@ -197,7 +197,7 @@ fn contexts_of_differences_are_as_on_the_cpu() {
     }
 }
 
-/// The last of three steps is the CPU's, wherever its parent is, and all come back by the kernels.
+/// Checks that the last of three steps equals the CPU's, wherever its parent is, and that all decode by the kernels.
 fn check_lines(gpu: &Gpu, lines: &[Line]) {
     let plans: Vec<_> = lines.iter().map(|l| l.coded[2].plan.clone()).collect();
     for given in [Given::Device, Given::Host, Given::Frames] {
@@ -219,7 +219,7 @@ fn check_lines(gpu: &Gpu, lines: &[Line]) {
     assert_eq!(engine.chunks().host + engine.chunks().refused, 0);
 }
 
-/// Rows, columns and a share of a parent that is predicted so itself.
+/// Rows, columns and a share of a parent that is itself predicted that way.
 #[test]
 fn blends_are_as_on_the_cpu() {
     let Some(gpu) = gpu() else { return };
@@ -301,7 +301,7 @@ fn moments(dtype: DType, rows: u64, cols: u64) -> Host {
     Host { name: format!("{dtype} moments"), dtype, shape: vec![rows, cols], data }
 }
 
-/// The plan is by rows and columns, and the one that the CPU makes.
+/// Checks that the plan is by rows and columns, and the one that the CPU makes.
 fn check_plan(cpu: &CpuEngine, host: &Host, plan: &TensorPlan) {
     let view = host.view();
     let job = PlanJob::new(Preset::Balanced, &view);
@@ -310,7 +310,7 @@ fn check_plan(cpu: &CpuEngine, host: &Host, plan: &TensorPlan) {
     assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");
 }
 
-/// What the planner chooses by itself, with tables that chunks share.
+/// What the planner itself chooses, with tables that chunks share.
 #[test]
 fn what_is_planned_is_coded_by_the_kernels_alone() {
     let Some(gpu) = gpu() else { return };
@@ -328,7 +328,7 @@ fn what_is_planned_is_coded_by_the_kernels_alone() {
     check(&gpu, &engine, &hosts, &plans);
 }
 
-/// What is looked at of each tensor is more than a slot has room for.
+/// The sample of each tensor is larger than a slot.
 #[test]
 fn tall_tensors_are_planned_as_on_the_cpu() {
     let Some(gpu) = gpu() else { return };

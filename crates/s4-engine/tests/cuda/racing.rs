@@ -43,7 +43,7 @@ impl Racing {
         ]
     }
 
-    /// Whether each value is one that was there at some time. (The emulator copies byte by byte.)
+    /// Whether each value is one that it had at some time. (The emulator copies byte by byte.)
     pub(crate) fn had(&self, gpu: &Gpu, values: &[u8]) -> bool {
         let unit = if gpu.is_slow() { 1 } else { self.host.dtype.value_width() };
         let both = self.host.data.chunks(unit).zip(self.other.chunks(unit));

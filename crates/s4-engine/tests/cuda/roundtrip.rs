@@ -16,7 +16,7 @@ fn upload(gpu: &Gpu, hosts: &[Host]) -> Vec<Upload> {
     hosts.iter().enumerate().map(|(i, h)| gpu.upload(&h.data, skew(i, h))).collect()
 }
 
-/// Frames equal the CPU's, and both engines' frames come back on the device.
+/// Checks that frames equal the CPU's, and that both engines' frames decode on the device.
 fn check(gpu: &Gpu, hosts: &[Host], plans: Option<Vec<TensorPlan>>) {
     let engine = gpu.engine(CudaOptions::default());
     let uploads = upload(gpu, hosts);
@@ -33,7 +33,7 @@ fn check(gpu: &Gpu, hosts: &[Host], plans: Option<Vec<TensorPlan>>) {
     for (host, back) in hosts.iter().zip(back) {
         assert!(back == host.data, "{}: decoded values differ", host.name);
     }
-    // Else the CPU would be compared with itself.
+    // Otherwise the CPU would be compared with itself.
     let chunks = engine.chunks();
     println!("{chunks:?}");
     assert!(chunks.refused == 0 && chunks.device > 0, "{chunks:?}");
@@ -96,7 +96,7 @@ fn every_layout_with_every_coding_is_as_on_the_cpu() {
 fn real_tensors_are_as_on_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata");
-    // Where the program runs elsewhere than it was built, the folder is the repository's.
+    // If the program runs elsewhere than it was built, the folder is the repository's.
     let folder = if std::path::Path::new(folder).is_dir() { folder } else { "testdata" };
     let mut hosts = vec![];
     for file in std::fs::read_dir(folder).unwrap() {
@@ -140,7 +140,7 @@ fn several_chunks_share_tables_and_parts_of_them_come_back() {
     }
 }
 
-/// Wants two runs of bytes of each chunk, and looks that nothing else is written.
+/// Decodes two runs of bytes of each chunk, and checks that nothing else is written.
 fn parts(
     gpu: &Gpu,
     engine: &s4_engine::cuda::CudaEngine,

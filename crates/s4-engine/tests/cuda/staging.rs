@@ -22,7 +22,7 @@ const SIZES: [usize; 11] = [
     16 << 20,
     (17 << 20) + 7,
 ];
-/// A device maps memory in pages of so many bytes.
+/// A device maps memory in pages of this many bytes.
 const PAGE: u64 = 2 << 20;
 
 /// Bytes that differ from tensor to tensor, at addresses of every alignment.
@@ -95,19 +95,19 @@ fn copies_on_the_host_are_what_was_there_in_memory_that_is_used_again() {
         let first = copies.values().next().map(|v| v.as_ptr().addr());
         assert_eq!(*address.get_or_insert(first), first);
         assert_eq!(*taken.get_or_insert(memory.taken), memory.taken);
-        // While they are there, there is no room for others.
+        // While these exist, there is no room for others.
         let refused = engine.copy_to_host(&all(&tensors)).unwrap_err();
         assert!(matches!(refused, GpuError::Budget { .. }), "{refused}");
         drop(copies);
         assert_eq!(engine.frame_memory().idle, memory.taken);
     }
-    // A smaller budget takes memory back that nobody needs.
+    // A smaller budget takes back memory that nobody needs.
     drop(engine.copy_to_host(&all(&tensors)).unwrap());
     assert!(engine.frame_memory().idle > 1 << 16);
     engine.limit_frame_memory(1 << 16);
     assert_eq!((engine.frame_memory().taken, engine.frame_memory().idle), (0, 0));
     engine.limit_frame_memory(bytes + (64 << 10));
-    // What is idle makes room for frames and larger copies, and is given back.
+    // Idle memory makes room for frames and larger copies, and is given back.
     let few = engine.copy_to_host(&all(&tensors[..3])).unwrap();
     assert_eq!(few.values().map(<[u8]>::len).sum::<usize>(), 4);
     drop(few);
@@ -118,7 +118,7 @@ fn copies_on_the_host_are_what_was_there_in_memory_that_is_used_again() {
     engine.limit_frame_memory(bytes / 2);
     let refused = engine.copy_to_host(&all(&tensors)).unwrap_err();
     assert!(matches!(refused, GpuError::Budget { .. }), "{refused}");
-    // Of memory that is no device's nothing is copied.
+    // Memory that is not a device's is not copied.
     // SAFETY: the engine finds out.
     let strange = unsafe { DeviceMemory::new(0, 4096, 64, 0) };
     let refused = engine.copy_to_host(&[strange]).unwrap_err();
@@ -182,7 +182,7 @@ fn memory_that_is_to_stay_free_stays_free_and_the_rest_goes_back() {
     let Some(gpu) = gpu() else { return };
     let tensors = tensors(&gpu);
     let stager = Stager::new(&gpu.cuda, 0).unwrap();
-    // Once, so that what the driver itself keeps is there.
+    // Run once, so that the driver holds what it keeps.
     drop(stager.copy(&all(&tensors), 0).unwrap());
     let before = stager.memory().unwrap().0;
     let needed = stager.copy(&all(&tensors), 0).unwrap().bytes();

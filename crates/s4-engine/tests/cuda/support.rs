@@ -15,7 +15,7 @@ use s4_format::{ChunkRecord, DType};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
 
-/// Tests take turns: they look at what is allocated.
+/// Tests take turns, because they check how much is allocated.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// A device, as a framework would have it.

@@ -1,5 +1,5 @@
-//! Weights that are told from their moments: the CPU's plans and frames, wherever the moments are, made and read by the
-//! kernels alone.
+//! Weights with contexts from their moments: the CPU's plans and frames, wherever the moments are,
+//! made and read by the kernels alone.
 
 use bytes::Bytes;
 use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, FrameJob, Piece};
@@ -21,7 +21,7 @@ use crate::support::{Encoded, Gpu, Host, Upload, compare, gpu};
 const ALL: [(DType, Kind); 3] =
     [(DType::Float32, Kind::F32), (DType::BFloat16, Kind::BF16), (DType::Float16, Kind::F16)];
 
-/// A tensor, what it was, its moments, and the CPU's frames of it.
+/// A tensor, its values a step before, its moments, and the CPU's frames of it.
 struct Weights {
     host: Host,
     before: Vec<u8>,
@@ -50,7 +50,7 @@ fn sample(dtype: DType, n: usize, width: usize, bytes: &[u8]) -> Vec<u8> {
 }
 
 impl Weights {
-    /// `plan`: what to do; `None`: what the planner likes.
+    /// `plan`: the plan to use; `None`: the planner's choice.
     fn new(
         host: Host,
         before: Vec<u8>,
@@ -102,7 +102,7 @@ impl Weights {
         Self { host, before, moments, coded }
     }
 
-    /// The records of a moment's chunks; `wrong`: of other values.
+    /// The records of a moment's chunks; `wrong`: those of other values.
     fn records(&self, k: usize, wrong: bool) -> Vec<ChunkRecord> {
         let (dtype, bytes) = &self.moments[k];
         let record = |chunk: &[u8]| ChunkRecord {
@@ -117,7 +117,7 @@ impl Weights {
     }
 }
 
-/// What a plan says, as a reader would.
+/// A plan that codes every plane in the same way, with contexts from `update`.
 fn forced(dtype: DType, update: Update, coding: PlaneCoding) -> TensorPlan {
     let plan = Plan::update(MANIFEST, 3, [4, 5]);
     let planes = vec![coding; dtype.value_width()];
@@ -305,7 +305,7 @@ fn encode(gpu: &Gpu, engine: &CudaEngine, inputs: &Told<'_>, planned: bool) -> V
     plans.into_iter().zip(chunks).map(|(p, c)| Encoded::new(p, c)).collect()
 }
 
-/// Decodes frames over the parents' values; `given`: with the moments there. Gives what was left undone, too.
+/// Decodes frames over the parents' values; `given`: with the moments in place. Also returns what was left undone.
 fn decode(
     gpu: &Gpu,
     engine: &CudaEngine,
@@ -353,7 +353,7 @@ fn decode(
     (to.iter().map(|u| gpu.download(u.address, u.bytes)).collect(), undone)
 }
 
-/// Frames are the CPU's wherever inputs are, and come back, all by the kernels.
+/// Checks that frames equal the CPU's wherever inputs are, and that they decode again, all by the kernels.
 fn check(gpu: &Gpu, all: &[Weights], planned: bool) {
     for given in [Given::Device, Given::Fixed, Given::Host, Given::Mixed] {
         let records = records(all, given);
@@ -391,7 +391,7 @@ fn values_of_every_kind_are_told_as_on_the_cpu() {
     }
 }
 
-/// By plans of the planner, whose chunks share tables, and moments in other chunks than their weights.
+/// With the planner's plans, whose chunks share tables, and moments in other chunks than their weights.
 #[test]
 fn what_is_planned_is_told_by_the_kernels_alone() {
     let Some(gpu) = gpu() else { return };
@@ -405,7 +405,7 @@ fn what_is_planned_is_told_by_the_kernels_alone() {
     check(&gpu, &all, true);
 }
 
-/// What a reader would not have is not told from.
+/// Moments that a reader would not have are not used.
 #[test]
 fn weights_whose_moments_changed_are_stored_as_they_are() {
     let Some(gpu) = gpu() else { return };
@@ -464,7 +464,7 @@ fn weights_whose_moments_change_meanwhile_decode_by_the_stored_ones() {
     }
 }
 
-/// Weights whose moments are not there are left to the caller, and so are frames that are damaged.
+/// Weights whose moments are missing are left to the caller, and so are damaged frames.
 #[test]
 fn weights_without_their_moments_are_left_undone() {
     let Some(gpu) = gpu() else { return };
@@ -475,7 +475,7 @@ fn weights_without_their_moments_are_left_undone() {
     let expected: Vec<_> = (0..).zip(&coded).filter(|(_, e)| told(e)).map(|(i, _)| i).collect();
     assert!(!expected.is_empty());
     assert_eq!(decode(&gpu, &engine, &all, &coded, false).1, expected);
-    // Checksums that do not match, then such that do.
+    // Checksums that do not match, then checksums that do.
     for repaired in [false, true] {
         for (i, e) in coded.iter_mut().enumerate().filter(|(_, e)| told(e)) {
             let (said, frame) = &mut e.chunks[0];

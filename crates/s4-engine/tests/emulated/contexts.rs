@@ -61,7 +61,7 @@ impl Plane {
         counts.into_iter().map(Counts::partial).collect()
     }
 
-    /// Shared tables that are as good as its own.
+    /// Adds shared tables that are as good as its own.
     fn sharing(mut self, tables: usize) -> Self {
         self.shared = self.counts(tables).iter().map(|c| c.table(self.precision)).collect();
         self
@@ -210,17 +210,17 @@ fn cases() -> Vec<Case> {
     let mut all = vec![];
     for tables in [1, 2, 5, 16] {
         for p in [p8, p12] {
-            // Of more than 8192 symbols a sample is counted; of differences more than 2^16 make longer segments.
+            // With more than 8192 symbols a sample is counted; differences of more than 2^16 have longer segments.
             for n in [3000, 9001] {
                 let name = format!("{tables} contexts, {p:?}");
                 let one = plane(n, tables, p, 1);
                 all.push(Case::new(&name, vec![one.clone()], false));
                 all.push(Case::new(&name, vec![one.clone().sharing(tables)], false));
-                // More tables than contexts occur.
+                // More tables than contexts that occur.
                 if tables < 16 {
                     all.push(Case::new(&name, vec![one.clone().sharing(tables + 1)], false));
                 }
-                // Too few of them.
+                // Too few tables.
                 if tables > 1 {
                     let mut few = one.clone().sharing(tables);
                     few.shared.pop();
@@ -287,7 +287,7 @@ fn symbols_with_contexts_are_coded_as_by_the_cpu() {
 fn what_does_not_fit_its_contexts_is_refused() {
     let case = Case::new("five", vec![plane(3000, 5, Precision::P8, 1)], false);
     let (encode, decode) = (case.encode(), case.decode());
-    // A context that no table is for; tables that are not there; contexts of a plane that is not there.
+    // A context without a table; missing tables; contexts of a missing plane.
     let mut large = decode.clone();
     large.contexts.bytes[2999] = 5;
     let mut several = decode.clone();

@@ -31,12 +31,12 @@ pub(crate) enum Kind {
     Composed,
     /// Encoding differences.
     Residual,
-    /// Symbols with contexts, and encoding differences of such.
+    /// Symbols with contexts, and encoding differences with contexts.
     Contexts,
     ResidualContexts,
     /// Any prediction, and contexts of its own.
     Predicted,
-    /// Told from moments.
+    /// Contexts from moments.
     Update,
 }
 
@@ -54,7 +54,7 @@ impl Kind {
         }
     }
 
-    /// The kernels of the common case, if these codings are it.
+    /// The kernels of the common case, if the codings are those of it.
     pub(crate) fn fused(layout: LayoutId, width: usize, coding: [u8; MAX_PLANES]) -> Option<Self> {
         let common = layout == LayoutId::FIELDS && coding[0] == 8 && coding[1..] == [0; 7];
         match width {
@@ -110,19 +110,19 @@ fn shared_table(table: &Table) -> Vec<u8> {
     out
 }
 
-/// Of the symbols of a chunk.
+/// The contexts of a chunk's symbols.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Contexts {
-    /// Which planes have any, as bits.
+    /// Bit mask of the planes that have any.
     planes: u8,
-    /// Those of all planes, each at a multiple of 16.
+    /// The contexts of all planes, each plane's at a multiple of 16.
     bytes: Vec<u8>,
     /// Number of shared tables of each plane, if not one.
     tables: Option<[u8; MAX_PLANES]>,
 }
 
 impl Contexts {
-    /// Number of shared tables of each plane, of which there are so many bytes.
+    /// Number of shared tables of each plane, which take `bytes` bytes in all.
     fn tables(&self, bytes: usize) -> [u8; MAX_PLANES] {
         let one = u8::from(bytes > 0);
         let tables = self.tables.unwrap_or([one; MAX_PLANES]);
@@ -131,7 +131,7 @@ impl Contexts {
     }
 }
 
-/// What the kernels for any prediction are told of a chunk, as its descriptor has it.
+/// What the kernels for any prediction are given for a chunk, as in its descriptor.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Predicted {
     prediction: u8,
@@ -168,7 +168,7 @@ pub(crate) struct Encode {
     pub(crate) predicted: Predicted,
 }
 
-/// What a chunk became.
+/// The result of encoding a chunk.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Encoded {
     pub(crate) crc_encoded: u32,
@@ -263,7 +263,7 @@ impl Jobs {
         self.batches.push(Batch::Encode(chunks.len()));
     }
 
-    /// One batch of chunks, sorted by kind. Chunks whose frame's header is no header are left out;
+    /// One batch of chunks, sorted by kind. Chunks whose frame has no valid header are left out;
     /// returns which were taken.
     pub(crate) fn decode(&mut self, chunks: &[Decode]) -> Vec<usize> {
         assert!(chunks.is_sorted_by_key(|c| c.kind));

@@ -1,4 +1,4 @@
-//! The kernels for weights that are told from their moments, beside the CPU engine.
+//! The kernels for weights with contexts from moments, compared with the CPU engine.
 
 use s4_codec_cpu::rans::{Precision, parse_tables};
 use s4_engine::{
@@ -22,7 +22,7 @@ const ALL: [(DType, Pattern); 3] = [
     (DType::Float16, Pattern::F16),
 ];
 
-/// A chunk of weights, what they were, and their moments.
+/// A chunk of weights, their values a step before, and their moments.
 struct Case {
     name: String,
     dtype: DType,
@@ -95,7 +95,7 @@ impl Case {
             DType::Float16 => 2,
             _ => 3,
         };
-        // Planes with contexts share a table for each.
+        // Planes with contexts share a table for each context.
         let counts = contexts.tables.unwrap();
         let one = (0..MAX_PLANES).fold(0, |bits, i| bits | u8::from(counts[i] == 1) << i);
         let mut update = [floor.to_le_bytes(), offset.to_le_bytes()].concat();
@@ -181,7 +181,7 @@ fn compare(file: &'static str, cases: &[Case]) {
     }
 }
 
-/// Tables of a stream, of all streams of some cases.
+/// Number of tables of every coded stream of some cases.
 fn tables_of(cases: &[Case]) -> Vec<u8> {
     let coded = cases.iter().filter(|c| !c.coded.plain);
     let each = coded.flat_map(|c| {
@@ -236,7 +236,7 @@ fn weights_are_told_as_on_the_cpu() {
     assert!(cases.iter().any(|c| c.coded.plain));
 }
 
-/// Weights after a step, before it, and the moments that tell the difference.
+/// Weights after a step, before it, and the moments that predict the difference.
 fn step(dtypes: [DType; 3], n: usize) -> [Vec<u8>; 4] {
     let noise = |i: usize, k: u64| {
         let x = (i as u64 + (k << 32) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -335,7 +335,7 @@ fn descriptors_and_streams_that_do_not_fit_are_refused() {
         |e| e.parent.clear(),
         |e| e.predicted.offsets.clear(),
         |e| e.predicted.columns.clear(),
-        // Floats of no type, and weights of another width.
+        // Weights of another width, and types that are not floats.
         |e| e.predicted.update[4] = 1,
         |e| e.predicted.update[4] = 0,
         |e| e.predicted.update[5] = 4,
@@ -351,7 +351,7 @@ fn descriptors_and_streams_that_do_not_fit_are_refused() {
         })
         .collect();
     jobs.encode(&encode);
-    // Fewer tables than contexts, and such that are not there.
+    // Fewer tables than contexts, and missing tables.
     let at = StreamEntry::header_len(4).next_multiple_of(16);
     let mut decode = vec![];
     for (offset, with) in [(6, 15), (6, 1), (6, 0), (6, 17), (7, 1)] {
@@ -360,7 +360,7 @@ fn descriptors_and_streams_that_do_not_fit_are_refused() {
         d.frame[at + offset] = with;
         decode.push(d);
     }
-    // Bytes that are anything: whatever comes out, nothing is read or written beside it.
+    // Arbitrary bytes: whatever comes out, nothing is read or written out of bounds.
     for i in 0..200usize {
         let mut d = good.decode((i % 3) as u32 * 4, i % 2 == 1);
         d.check = false;
@@ -383,7 +383,7 @@ fn descriptors_and_streams_that_do_not_fit_are_refused() {
         assert_eq!(u32::from(e.status), UNSUPPORTED, "number {i}");
     }
     for (i, (status, _)) in decoded.iter().enumerate() {
-        // Not one of them is as it was; values are compared with their checksum.
+        // None comes back as it was: the values are compared with their checksum.
         assert_ne!(*status, OK, "number {i}");
         assert!(i >= 5 || *status == CORRUPT, "number {i}: {status}");
     }

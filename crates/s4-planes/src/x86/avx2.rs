@@ -11,7 +11,7 @@ use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
 #[target_feature(enable = "avx2")]
 fn load(src: &[u8]) -> __m256i {
     assert!(src.len() >= 32);
-    // SAFETY: 32 bytes are readable; the load has no alignment to keep.
+    // SAFETY: 32 bytes are readable; the load needs no alignment.
     unsafe { _mm256_loadu_si256(src.as_ptr().cast()) }
 }
 
@@ -19,7 +19,7 @@ fn load(src: &[u8]) -> __m256i {
 #[target_feature(enable = "avx2")]
 fn store(dst: &mut [u8], v: __m256i) {
     assert!(dst.len() >= 32);
-    // SAFETY: 32 bytes are writable; the store has no alignment to keep.
+    // SAFETY: 32 bytes are writable; the store needs no alignment.
     unsafe { _mm256_storeu_si256(dst.as_mut_ptr().cast(), v) }
 }
 

@@ -16,7 +16,8 @@ const BLOCK: usize = 128;
 /// then (from 64) of `y`.
 type Table = [u8; 64];
 
-/// `W`-byte elements to planes: 64/`planes` elements' byte `first`, then the byte below, ...
+/// Splits elements of `width` bytes into `planes` planes: byte `first` of 64 / `planes` elements,
+/// then the byte below it of the same elements, and so on.
 const fn gather(width: usize, first: usize, planes: usize) -> Table {
     let per_plane = 64 / planes;
     let mut table = [0; 64];
@@ -70,7 +71,7 @@ const fn zip4(at: usize, pairs: bool) -> Table {
 #[target_feature(enable = "avx512f")]
 fn load(src: &[u8]) -> __m512i {
     assert!(src.len() >= 64);
-    // SAFETY: 64 bytes are readable; the load has no alignment to keep.
+    // SAFETY: 64 bytes are readable; the load needs no alignment.
     unsafe { _mm512_loadu_si512(src.as_ptr().cast()) }
 }
 
@@ -78,7 +79,7 @@ fn load(src: &[u8]) -> __m512i {
 #[target_feature(enable = "avx512f")]
 fn store(dst: &mut [u8], v: __m512i) {
     assert!(dst.len() >= 64);
-    // SAFETY: 64 bytes are writable; the store has no alignment to keep.
+    // SAFETY: 64 bytes are writable; the store needs no alignment.
     unsafe { _mm512_storeu_si512(dst.as_mut_ptr().cast(), v) }
 }
 
@@ -86,7 +87,7 @@ fn store(dst: &mut [u8], v: __m512i) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_halves(lo: &[u8; 32], hi: &[u8; 32]) -> __m512i {
-    // SAFETY: both references have 32 readable bytes; the loads have no alignment to keep.
+    // SAFETY: both references have 32 readable bytes; the loads need no alignment.
     let (lo, hi) =
         unsafe { (_mm256_loadu_si256(lo.as_ptr().cast()), _mm256_loadu_si256(hi.as_ptr().cast())) };
     _mm512_inserti64x4::<1>(_mm512_castsi256_si512(lo), hi)
@@ -97,7 +98,7 @@ fn load_halves(lo: &[u8; 32], hi: &[u8; 32]) -> __m512i {
 #[target_feature(enable = "avx512f")]
 fn store_halves(v: __m512i, lo: &mut [u8; 32], hi: &mut [u8; 32]) {
     let (low, high) = (_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64::<1>(v));
-    // SAFETY: both references have 32 writable bytes; the stores have no alignment to keep.
+    // SAFETY: both references have 32 writable bytes; the stores need no alignment.
     unsafe {
         _mm256_storeu_si256(lo.as_mut_ptr().cast(), low);
         _mm256_storeu_si256(hi.as_mut_ptr().cast(), high);
@@ -182,8 +183,8 @@ pub(crate) fn split2<const FORM: u8>(src: &[u8], s: &mut [u8], e: &mut [u8], a: 
     scalar::split::<2, FORM>(src, s, e, a, &mut []);
 }
 
-/// [`scalar::merge`] for 2-byte elements, which have no plane `b`. Returns the checksum of what came
-/// before, `crc`, and then `dst` if SUM is set.
+/// [`scalar::merge`] for 2-byte elements, which have no plane `b`. If SUM is set, returns the
+/// checksum of what came before, `crc`, continued with `dst`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,vpclmulqdq")]
 pub(crate) fn merge2<const FORM: u8, const SUM: bool>(
     s: &[u8],
@@ -215,8 +216,8 @@ pub(crate) fn merge2<const FORM: u8, const SUM: bool>(
     if SUM { crc32c_append(crc, rest) } else { crc }
 }
 
-/// Writes blocks by number, and returns what is left of `dst`. If SUM is set, the returned checksum
-/// goes on from `crc` with them.
+/// Writes the blocks that `block` gives by index, and returns what is left of `dst`. If SUM is set,
+/// the returned checksum continues `crc` with these blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,vpclmulqdq")]
 fn merge_blocks<const SUM: bool>(

@@ -20,10 +20,10 @@ const fn power(n: usize) -> i64 {
     (x as i64) << 1
 }
 
-/// What takes each half of 128 bits over the next [`BYTES`] bytes.
+/// The factors that move each half of 128 bits past the next [`BYTES`] bytes.
 const FACTORS: [i64; 2] = [power(8 * BYTES + 32), power(8 * BYTES - 32)];
 
-/// The bytes so far, as a polynomial of the last [`BYTES`] bytes' size with the same remainder.
+/// The bytes so far, as a polynomial of [`BYTES`] bytes that has the same remainder.
 pub(super) struct Fold {
     sums: [__m512i; 4],
     factors: __m512i,
@@ -32,7 +32,7 @@ pub(super) struct Fold {
 }
 
 impl Fold {
-    /// Goes on from the checksum `crc` of what came before.
+    /// Continues from `crc`, the checksum of what came before.
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub(super) fn new(crc: u32) -> Self {
@@ -57,7 +57,7 @@ impl Fold {
         self.start = _mm512_setzero_si512();
     }
 
-    /// The checksum of all bytes; at least [`BYTES`] were added.
+    /// The checksum of all bytes. At least [`BYTES`] must have been added.
     #[target_feature(enable = "avx512f,sse4.2")]
     pub(super) fn finish(&self) -> u32 {
         let mut crc = 0;

@@ -1,15 +1,16 @@
-//! What rows and columns say of the values of a tensor and of its parents, and the offsets of a blend of both.
+//! The values that a tensor's and its parents' offsets predict, and the offsets of a blend of both.
 //!
-//! Offsets are means, and the mean of a difference is the difference of the means: the offsets of `x - share * parent` follow
-//! from those of `x` and of the parent, of which no value is needed.
+//! Offsets are means, and the mean of a difference is the difference of the means. So the offsets
+//! of `x - share * parent` follow from those of `x` and of the parent, and none of the parent's
+//! values is needed.
 
 use s4_planes::Width;
 
 use super::fit::{FRACTION, rounded, shift_of};
 use super::{Offsets, ZEROS, side_data, to_offset};
 
-/// What a tensor's rows and columns say of its values: sums of its own offsets and of the shares of its parents', in units
-/// of `2^shift` with 8 fractional bits.
+/// The base and the row and column offsets that predict a tensor's values. They add up the tensor's
+/// own and the shares of its parents', in units of `2^shift` with 8 fractional bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Expected {
     width: Width,
@@ -18,24 +19,25 @@ pub struct Expected {
     cols: Vec<i32>,
 }
 
-/// What fits.
+/// `x`, clamped to the range of `i32`.
 fn narrow(x: i64) -> i32 {
     x.clamp(i32::MIN.into(), i32::MAX.into()) as i32
 }
 
-/// `share` 256ths.
+/// `share` 256ths of `of`, rounded down.
 fn part(share: u8, of: i32) -> i64 {
     (i64::from(share) * i64::from(of)) >> 8
 }
 
-/// Offsets of 2 bytes each.
+/// The offsets in `bytes`, 2 bytes each.
 fn each(bytes: &[u8]) -> impl ExactSizeIterator<Item = i16> {
     bytes.as_chunks().0.iter().map(|offset| i16::from_le_bytes(*offset))
 }
 
 impl Expected {
-    /// Of a tensor that is stored with `offsets`. `parent`: of its parent, if that has a share. `None`: the offsets are of
-    /// another kind than [`super::fit()`] makes, or not for the parent.
+    /// What is expected of a tensor that is stored with `offsets`. `parent` is the same for its
+    /// parent, and is ignored if `offsets` have no share of it. `None` if `offsets` are of another
+    /// kind than [`super::fit()`] makes, or do not fit the parent.
     pub fn of(offsets: &Offsets<'_>, parent: Option<&Self>) -> Option<Self> {
         let width = offsets.width();
         let share = offsets.share();
@@ -46,12 +48,13 @@ impl Expected {
         }
         let own = |offset: i64| offset << FRACTION;
         let shared = |of: i32| part(share, of);
-        // Below 2^20: bases are below 2^63, those of 8 bytes.
+        // The shifted base is below 2^20: for 8-byte values, the base is below 2^63 and the shift
+        // is 43.
         let base = own((offsets.base() >> offsets.shift()) as i64);
         let base = narrow(base + parent.map_or(0, |p| shared(p.base)));
         let parents = |i: usize, of: fn(&Self) -> &[i32]| parent.map_or(0, |p| shared(of(p)[i]));
         let row = |(i, offset): (usize, i16)| match offset {
-            // Nothing is predicted.
+            // Such a row is predicted as zeros: this cancels the base, if not the columns' offsets.
             ZEROS => -base,
             offset => narrow(own(offset.into()) + parents(i, |p| &p.rows)),
         };
@@ -61,7 +64,8 @@ impl Expected {
         Some(Self { width, base, rows, cols })
     }
 
-    /// Whether it is for as many rows and columns of values of the same width.
+    /// Whether `offsets` are for the same numbers of rows and columns, and values of the same
+    /// width.
     pub fn fits(&self, offsets: &Offsets<'_>) -> bool {
         let sides = (self.rows.len() as u64, self.cols.len());
         self.width == offsets.width()
@@ -69,10 +73,10 @@ impl Expected {
             && offsets.shift() == shift_of(self.width)
     }
 
-    /// The magnitude that is expected of value number `i`.
+    /// The expected magnitude of the value at index `i`.
     ///
     /// # Panics
-    /// If there are not so many values.
+    /// If there is no such value.
     pub fn at(&self, i: u64) -> i64 {
         let cols = self.cols.len() as u64;
         let sum = [self.base, self.rows[(i / cols) as usize], self.cols[(i % cols) as usize]];
@@ -80,8 +84,9 @@ impl Expected {
     }
 }
 
-/// The side data of a tensor that is predicted from its rows, columns and a share of its parent, 1 to 255 256ths. `own`: its
-/// offsets without a parent. `None`: they are not for the parent.
+/// The side data of a tensor that is predicted from its rows, its columns and `share` 256ths of its
+/// parent, from 1 to 255. `own` are its offsets without a parent. `None` if they do not fit the
+/// parent.
 pub fn blended(own: &Offsets<'_>, parent: &Expected, share: u8) -> Option<Vec<u8>> {
     if share == 0 || own.share() != 0 || !parent.fits(own) {
         return None;

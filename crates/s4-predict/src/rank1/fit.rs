@@ -1,4 +1,4 @@
-//! Row and column offsets from a part of a tensor's values, in integers.
+//! Fits row and column offsets to a sample of a tensor's values, in integer arithmetic.
 
 use std::ops::Range;
 
@@ -7,20 +7,22 @@ use s4_planes::Width;
 
 use super::{MAX_SIDE, ZEROS, to_offset};
 
-/// Values that a row's and a column's offset are made from, at least, where there are so many.
+/// The fewest values that a row's or a column's offset is computed from, where there are that many.
 const SAMPLES: u64 = 64;
-/// Tensors of no more values are looked at as a whole.
+/// Tensors of at most this many values are used in full, not sampled.
 const WHOLE: u64 = 1 << 18;
-/// Fewer rows, or columns, are not worth offsets.
+/// With fewer rows or columns than this, offsets do not pay.
 const FEW: u64 = 16;
-/// Rows that are looked at as a whole: the others of a part tell nothing of how its columns differ from other parts'.
+/// Rows that are used in full. The other rows show only one part of the columns each, which does
+/// not tell how the parts differ.
 const WHOLE_ROWS: u64 = 8;
 /// Rounds in which rows and columns are adjusted to each other.
 const ROUNDS: usize = 4;
 /// Fractional bits of means.
 pub(super) const FRACTION: u32 = 8;
 
-/// Bits that the sums of offsets are shifted by: 1/512 of a factor of two, or what a value has.
+/// Bits that the sums of offsets are shifted by, so that a unit is 1/512 of an octave, or a value's
+/// last place if that is coarser.
 pub(super) fn shift_of(width: Width) -> u32 {
     match width {
         Width::B4 => 14,
@@ -29,13 +31,14 @@ pub(super) fn shift_of(width: Width) -> u32 {
     }
 }
 
-/// A number with [`FRACTION`] fractional bits, rounded.
+/// Rounds a number with [`FRACTION`] fractional bits to an integer.
 pub(super) fn rounded(x: i64) -> i64 {
     (x + (1 << (FRACTION - 1))) >> FRACTION
 }
 
-/// A tensor as rows and columns, and the values that offsets are made from: of each row a run of them, and some rows
-/// as a whole. Row `r` takes part number `r mod parts` of the columns, so that all columns are covered.
+/// A tensor as rows and columns, and the values that offsets are computed from: a run of each row,
+/// and a few rows in full. Row `r` gives part `r mod parts` of the columns, so that all columns are
+/// covered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     rows: u64,
@@ -45,8 +48,8 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// The rows and columns of a shape: leading dimensions are rows, the others columns, cut where the two
-    /// numbers have the smallest sum. `None` if offsets cannot be worth it.
+    /// The rows and columns of a shape: the leading dimensions make up the rows and the others the
+    /// columns, cut where the sum of the two numbers is smallest. `None` if offsets cannot pay.
     pub fn of(shape: &[u64]) -> Option<Self> {
         let values = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d))?;
         let mut rows = 1u64;
@@ -79,13 +82,13 @@ impl Grid {
         self.cols.div_ceil(self.run)
     }
 
-    /// Rows that are looked at as a whole: none if all are.
+    /// How many rows are used in full besides the runs: none if the runs are full rows.
     fn whole_rows(&self) -> u64 {
         if self.parts() > 1 { WHOLE_ROWS } else { 0 }
     }
 
-    /// The values that offsets are made from, as ranges of value numbers: one for each row, then those rows that are
-    /// looked at as a whole, evenly spaced.
+    /// The values that offsets are computed from, as ranges of value indices: one for each row,
+    /// then the rows that are used in full, evenly spaced.
     pub fn ranges(self) -> impl Iterator<Item = Range<u64>> + Clone {
         let runs = (0..self.rows).zip((0..self.parts()).cycle()).map(move |(row, part)| {
             let first = row * self.cols + self.first(part);
@@ -99,25 +102,27 @@ impl Grid {
     }
 }
 
-/// Sums that offsets are made from.
+/// Sums that offsets are computed from.
 struct Sums {
-    /// Of the magnitudes of each row's run.
+    /// For each row, the sum of the magnitudes in its run.
     rows: Vec<i64>,
-    /// Of each part of the columns: of the magnitudes of its rows, by column.
+    /// For each part of the columns, the sum of each column's magnitudes in the rows of that part.
     cols: Vec<Vec<i64>>,
-    /// Rows of each part that are in those.
+    /// For each part, the number of rows in these sums.
     counts: Vec<i64>,
-    /// How much larger the magnitudes of each part are on average than those of all columns, with [`FRACTION`]
-    /// fractional bits: by the rows that are looked at as a whole and hold no zero.
+    /// How much larger the magnitudes of each part are on average than those of all columns, with
+    /// [`FRACTION`] fractional bits: computed from the rows that are used in full and hold no zero.
     parts: Vec<i64>,
-    /// Rows that hold a zero, which are in no column's sum, and whether they hold nothing else.
+    /// `Some` for rows whose run holds a zero, which are in no column's sum: whether it holds
+    /// nothing else.
     zeros: Vec<Option<bool>>,
 }
 
-/// Makes the offsets of a tensor from the values at [`Grid::ranges`], one run after the other: side data.
+/// Fits the offsets of a tensor to the values at [`Grid::ranges`], one range after the other.
+/// Returns side data.
 ///
 /// # Errors
-/// `Corrupt` if there are not as many values.
+/// `Corrupt` if `values` has another size.
 pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
     let need = u128::from(grid.rows) * u128::from(grid.run)
         + u128::from(grid.whole_rows()) * u128::from(grid.cols);
@@ -136,9 +141,9 @@ pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
     Ok(side_data(width, shift, &sums, &rows, &cols))
 }
 
-/// Bits of values, as wide as the processor adds them.
+/// The bits of a value, in an integer of a width that the processor adds.
 trait Bits<const W: usize>: Copy {
-    /// The bits of a value below its sign, and those without the low `shift`, of which there are at most 31.
+    /// The bits of a value below its sign, and the same without the low `shift` bits: at most 31.
     fn magnitude(value: [u8; W], shift: u32) -> (Self, i32);
     fn is_zero(self) -> bool;
 }
@@ -162,7 +167,7 @@ macro_rules! bits {
 
 bits!(1: u8 => u32, 2: u16 => u32, 4: u32 => u32, 8: u64 => u64);
 
-/// Writes the magnitudes of as many values; gives the number of zeros.
+/// Writes the magnitudes of `values` to `to`; returns the number of zeros.
 fn magnitudes_of<const W: usize, B: Bits<W>>(
     values: &[[u8; W]],
     shift: u32,
@@ -177,7 +182,7 @@ fn magnitudes_of<const W: usize, B: Bits<W>>(
     zeros as usize
 }
 
-/// [`Sums::parts`].
+/// Computes [`Sums::parts`].
 fn part_means<const W: usize, B: Bits<W>>(grid: &Grid, whole: &[[u8; W]], shift: u32) -> Vec<i64> {
     let (parts, run, cols) = (grid.parts(), grid.run as usize, grid.cols as usize);
     let (mut sums, mut all, mut rows) = (vec![0i64; parts as usize], 0i64, 0i64);
@@ -196,7 +201,7 @@ fn part_means<const W: usize, B: Bits<W>>(grid: &Grid, whole: &[[u8; W]], shift:
     sums.into_iter().map(|sum| mean(sum, rows * grid.run as i64) - all).collect()
 }
 
-/// As many magnitudes, each below 2^20, can be added in 32 bits.
+/// This many magnitudes, each below 2^20, can be added in 32 bits.
 const NARROW: usize = 1 << 11;
 
 /// The sum of magnitudes.
@@ -205,7 +210,7 @@ fn sum_of(magnitudes: &[i32]) -> i64 {
     magnitudes.chunks(NARROW).map(narrow).sum()
 }
 
-/// Sums of columns, to which rows are added: in 32 bits, as long as these suffice.
+/// Sums of columns, to which rows are added: in 32 bits until these might overflow.
 struct Columns {
     sums: Vec<i64>,
     narrow: Vec<i32>,
@@ -238,7 +243,7 @@ impl Columns {
     }
 }
 
-/// Sums of 2^31 magnitudes fit.
+/// Computes [`Sums`]. 64 bits hold a sum of 2^31 magnitudes, more than any row or column has.
 fn sums<const W: usize, B: Bits<W>>(grid: &Grid, values: &[u8], shift: u32) -> Sums {
     let (parts, run) = (grid.parts() as usize, grid.run as usize);
     let mut out = Sums {
@@ -267,19 +272,20 @@ fn sums<const W: usize, B: Bits<W>>(grid: &Grid, values: &[u8], shift: u32) -> S
     out
 }
 
-/// `a / b`, rounded to the nearest, with [`FRACTION`] more bits; 0 if `b` is.
+/// `a / b`, rounded to the nearest, with [`FRACTION`] fractional bits; 0 if `b` is 0.
 fn mean(a: i64, b: i64) -> i64 {
     if b == 0 {
         return 0;
     }
-    // Nearly always there is room for the bits; wide divisions take long.
+    // There is nearly always room for the extra bits, and 128-bit divisions are slow.
     match a.checked_mul(1 << FRACTION).and_then(|a| a.checked_add(b / 2)) {
         Some(a) => a.div_euclid(b),
         None => ((i128::from(a) << FRACTION) + i128::from(b / 2)).div_euclid(b.into()) as i64,
     }
 }
 
-/// The means of rows and columns, less those of the others: with [`FRACTION`] fractional bits.
+/// The offsets of rows and columns, with [`FRACTION`] fractional bits: their means, less the mean
+/// offset of the columns or rows that they cross.
 fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
     let (parts, run) = (grid.parts() as usize, grid.run as usize);
     let mut cols = vec![0i64; grid.cols as usize];
@@ -288,7 +294,7 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
     for (first, mean) in firsts.iter().zip(&sums.parts) {
         cols[*first..first + run].fill(*mean);
     }
-    // What rows and columns are on average does not change from round to round.
+    // The means themselves do not change from round to round.
     let of_rows: Vec<i64> = sums.rows.iter().map(|sum| mean(*sum, grid.run as i64)).collect();
     let of_cols = sums.cols.iter().zip(&sums.counts);
     let of_cols: Vec<Vec<i64>> =
@@ -311,7 +317,8 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
                 *col = mean - rows;
             }
         }
-        // What no row tells, as where all of a part hold zeros, is 0.
+        // If every row of a part holds a zero, nothing is known about its columns: their offsets
+        // are 0.
     }
     (rows, cols)
 }

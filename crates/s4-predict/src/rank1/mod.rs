@@ -1,8 +1,9 @@
 //! Prediction by rows and columns.
 //!
-//! The moments of a matrix's gradient are nearly of rank 1: an element is about a factor of its row times a
-//! factor of its column (Shazeer and Stern, "Adafactor", 2018, keep only those). The bits of a float below
-//! its sign, as an integer, are nearly its logarithm, so there the product is a sum:
+//! The moments of a matrix's gradient are nearly of rank 1: an element is about a factor of its row
+//! times a factor of its column (Shazeer and Stern, "Adafactor", 2018, keep only these factors).
+//! The bits of a float below its sign, as an integer, are nearly its logarithm, so there the
+//! product is a sum:
 //!
 //! ```text
 //! magnitude[r][c] = base + ((row[r] + col[c]) << shift)      (n bits: all of the value's but the sign)
@@ -88,12 +89,13 @@ pub struct Offsets<'a> {
 }
 
 impl<'a> Offsets<'a> {
-    /// The offsets of a tensor that is predicted by `rank1` or `blend`. They must be for as many values as it has; of a
-    /// blend they have a share, and no others do.
+    /// The offsets of a tensor that is predicted by `rank1` or `blend`. They must be for as many
+    /// values as the tensor has, and have a share if and only if the predictor is `blend`.
     ///
     /// # Errors
-    /// Those of [`Offsets::parse`]; `Corrupt` if they are for another number of values or the other predictor, or elements
-    /// are no values.
+    /// Those of [`Offsets::parse`]; `Corrupt` if the offsets are for another number of values or
+    /// the other predictor, or if an element is more than one value; `Unsupported` for another
+    /// width.
     pub fn of(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Self> {
         let bytes = tensor.dtype.value_width();
         let width = Width::from_bytes(bytes)
@@ -157,7 +159,7 @@ impl<'a> Offsets<'a> {
         self.shift
     }
 
-    /// 256ths of the parent's magnitudes that are added; 0: there is no parent.
+    /// How many 256ths of the parent's magnitudes are added; 0 if there is no parent.
     pub fn share(&self) -> u8 {
         self.share
     }
@@ -182,12 +184,12 @@ impl<'a> Offsets<'a> {
         (self.row_offsets.len() / 2) as u64 * self.cols() as u64
     }
 
-    /// Writes the predicted bits of whole values, from number `start` on: their signs are 0. `parent`: the same values of
-    /// the parent, if they have a share.
+    /// Writes the predicted bits of whole values, from index `start` on; their sign bits are 0.
+    /// `parent` holds the same values of the parent, if the offsets have a share.
     ///
     /// # Errors
-    /// `Corrupt` if there are not so many values, or `out` is not whole values, or the parent's are not as many. `out` is
-    /// untouched then.
+    /// `Corrupt` if there are not that many values, `out` is not a whole number of values, or
+    /// `parent` has another size. `out` is untouched then.
     pub fn predict_range(
         &self,
         kernels: Kernels,
@@ -242,7 +244,8 @@ impl<'a> Offsets<'a> {
     }
 }
 
-/// Side data. Both numbers of offsets are those of a grid.
+/// Builds side data. The numbers of rows and columns are those of a [`Grid`], so they fit their
+/// fields.
 fn side_data(
     (base, shift, share): (u64, u32, u8),
     rows: impl ExactSizeIterator<Item = i16>,
@@ -258,7 +261,7 @@ fn side_data(
     out
 }
 
-/// The offset that is written for one: the nearest that there is, but [`ZEROS`].
+/// The nearest offset that can be written, other than [`ZEROS`].
 fn to_offset(offset: i64) -> i16 {
     offset.clamp(i64::from(ZEROS) + 1, i16::MAX.into()) as i16
 }

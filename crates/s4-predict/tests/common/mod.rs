@@ -3,7 +3,7 @@
 /// Bytes before the offsets.
 const HEADER: usize = 24;
 
-/// Little-endian.
+/// The little-endian integer in `bytes`.
 pub(crate) fn word(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |all, b| all << 8 | u64::from(*b))
 }
@@ -27,7 +27,7 @@ pub(crate) fn example(page: &str) -> Vec<u8> {
         .collect()
 }
 
-/// What the specification says is predicted of value `i`, which has `bits` bits, from that of the parent.
+/// The prediction of value `i`, which has `bits` bits, from the parent's value, as specified.
 pub(crate) fn predicted(bits: u32, side: &[u8], i: usize, parent: u64) -> u64 {
     let offset = |i: usize| i128::from(word(&side[HEADER + 2 * i..][..2]) as u16 as i16);
     let (rows, cols) = (word(&side[..4]) as usize, word(&side[4..8]) as usize);

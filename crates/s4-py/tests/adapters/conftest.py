@@ -11,8 +11,9 @@ from harness import run_victims
 
 @pytest.fixture(scope="session")
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What killed runs left behind: each module's ``VICTIMS``, (function, name), in the folder
-    ``module/name``. One process imports what all of them need, which takes longer than the runs.
+    """What killed runs left behind: each (function, name) of a module's ``VICTIMS`` runs in the
+    folder ``module/name``. One process imports what all of them need, since importing takes longer
+    than the runs.
     """
     folder = tmp_path_factory.mktemp("killed")
     modules = {item.module: None for item in request.session.items}  # type: ignore[attr-defined]

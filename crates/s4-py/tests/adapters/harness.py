@@ -1,4 +1,4 @@
-"""What the tests of adapters share: processes that are killed, and the code of the guide pages."""
+"""Shared by the tests of adapters: processes that are killed, and the code of the guide pages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GUIDES = HERE.parents[3] / "docs/adapters"
 #: Seconds for the processes of all frameworks.
 PATIENCE = 300
 
-#: Imports once what takes seconds to import, then lives through one call after the other in a
-#: process of its own.
+#: Imports once what takes seconds to import, then runs each call in its own process, one after
+#: the other.
 _VICTIMS = """
 import importlib, json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])
@@ -62,8 +62,8 @@ getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*sys.argv[4:])
 
 
 def run_ranks(world: int, module: str, function: str, *arguments: str) -> list[int]:
-    """Runs a function of a test module in so many processes that find each other by the variables
-    of ``torchrun``. Returns how they ended.
+    """Runs a function of a test module in ``world`` processes, which find each other by the
+    variables of ``torchrun``. Returns their exit codes.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -75,7 +75,7 @@ def run_ranks(world: int, module: str, function: str, *arguments: str) -> list[i
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        # What is compiled at run time needs programs that were installed beside Python.
+        # Compilation at run time needs programs that are installed beside Python.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "OMP_NUM_THREADS": "1",
     }
@@ -92,7 +92,7 @@ def run_ranks(world: int, module: str, function: str, *arguments: str) -> list[i
 
 
 def run_guide(page: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Runs the Python code of a guide page, as one program that is given these names."""
+    """Runs the Python code of a guide page as one program, with ``names`` as its globals."""
     text = (GUIDES / page).read_text(encoding="utf-8")
     code = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert code, f"{page} has no code"

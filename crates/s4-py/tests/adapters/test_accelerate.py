@@ -68,7 +68,7 @@ def train(folder: Path, how: str, die_at: int | None = None) -> dict[str, Any]:
     else:
         first = load_state(run.accelerator, store) or 0
     if die_at is not None:
-        # After the weights were written, before the optimizer is.
+        # Dies after the weights are written and before the optimizer is.
         run.accelerator.register_save_state_pre_hook(lambda *_: step == die_at and die())
     for step in range(first + 1, STEPS + 1):
         run.step()
@@ -109,7 +109,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
         assert "model.s4w" in names and "model.safetensors" not in names
         assert {path.name for path in (folder / "plain/6").iterdir()} == {"model.s4w"}
     else:
-        # Its thread may not have come to list step 3 before the process was killed.
+        # The background thread may not have listed step 3 before the process was killed.
         assert store.latest() == 3 or (how == "background" and store.latest() is None)
     assert_identical(train(folder, how), uninterrupted)
     if how != "hooks":

@@ -36,7 +36,7 @@ def test_an_adapter_without_its_framework(name: str, monkeypatch: pytest.MonkeyP
         ImportError, match=rf"{module} needs .*: pip install 's4weights\[{name}\]'$"
     ):
         importlib.import_module(module)
-    # It says so before it imports anything large.
+    # The error comes before anything large is imported.
     assert not {name for name in {*sys.modules} - before if not name.startswith("s4weights")}
 
 

@@ -46,7 +46,7 @@ def test_files_of_every_kind_come_back(tmp_path: Path) -> None:
         path.write_bytes(b"changed at once")
     assert pending.wait().metrics == {"loss": 0.5}
     for step in (1, 2):
-        # In place of what is there.
+        # The second time, it replaces the folder that is there.
         restore_folder(store, tmp_path / "b", step)
         after = contents(tmp_path / "b")
         assert before.keys() == after.keys()

@@ -137,7 +137,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 
 def test_what_lightning_removes_leaves_the_store(tmp_path: Path) -> None:
-    # Bases only: a delta keeps what it is a delta of.
+    # Bases only, since a delta keeps its parent.
     io = StoreCheckpointIO(tmp_path / "store", max_chain=1)
     trainer = trainer_of(io, tmp_path)
     trainer.fit(Model())
@@ -180,7 +180,7 @@ def test_a_save_in_the_background_that_fails_removes_nothing(kind: str, tmp_path
     failing = True
     io.save_checkpoint(state, second)
     with pytest.raises(OSError, match="no more"):
-        io.remove_checkpoint(first)  # Raises it if that save has ended by now.
+        io.remove_checkpoint(first)  # Raises the error if that save has ended by now.
         io.teardown()
     assert first.is_file()
     failing = False

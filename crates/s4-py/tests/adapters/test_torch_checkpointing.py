@@ -99,7 +99,7 @@ def test_a_killed_run_resumes_to_the_same_bits(how: str, killed: Path, tmp_path:
     folder = killed / "test_torch_checkpointing" / how
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]
     kinds = [is_s4w(path) for path in (folder / "3").rglob("*") if path.is_file()]
-    assert kinds.count(True) == 3  # And metadata, which is JSON.
+    assert kinds.count(True) == 3  # The rest is metadata, which is JSON.
     assert_identical(train(folder, how), train(tmp_path, how))
 
 

@@ -40,7 +40,7 @@ class Run:
             generator = torch.Generator().manual_seed(self.done)
             loss = self.model(torch.randn(8, 128, generator=generator)).square().mean()
             loss.backward()
-            # Otherwise it compiles its steps, which takes a minute.
+            # Otherwise torchao compiles its steps, which takes a minute.
             with torch.compiler.set_stance("force_eager"):
                 self.optimizer.step()
             self.optimizer.zero_grad()
@@ -67,7 +67,7 @@ class Run:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with values that one is made of."""
+    """The plain tensors that a tensor is made of."""
     if isinstance(tensor, DTensor):
         return parts(tensor._local_tensor)
     if hasattr(tensor, "__tensor_flatten__"):
@@ -85,7 +85,7 @@ def assert_equal(a: Run, b: Run) -> None:
             kinds.add(len(parts(one)))
             for p, q in zip(parts(one), parts(other), strict=True):
                 assert torch.equal(p, q)
-    # Some are wrapped.
+    # Some tensors are wrapped.
     assert max(kinds) > 1
 
 

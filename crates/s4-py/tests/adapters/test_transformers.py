@@ -25,7 +25,7 @@ HOW = ["blocking", "background", "no-folders"]
 
 
 class Model(torch.nn.Module):
-    """An embedding tied to the output, and dropout: the state of random numbers matters."""
+    """An embedding tied to the output, and dropout, so that the random state matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Data(torch.utils.data.Dataset):
 
 
 class DieAfterSaving(TrainerCallback):
-    """Dies when step 8 lies in its folder, and before the store has it."""
+    """Dies when step 8 is in its folder but not yet in the store."""
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if state.global_step == 8:
@@ -115,7 +115,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 ) -> None:
     folder = killed / "test_transformers" / how
     store = s4weights.CheckpointStore(folder / "store")
-    # The save of step 6 may have been on its way.
+    # The save of step 6 may not have been finished.
     assert store.latest() == 6 or (how == "background" and store.latest() == 4)
     folders = sorted(path.name for path in (folder / "out").iterdir())
     assert "checkpoint-8" in folders and ("checkpoint-6" in folders) == (how != "no-folders")

@@ -1,11 +1,11 @@
-"""A plugin for pytest: PyTorch's own tests, with what they save and load in our format.
+"""A plugin for pytest: runs PyTorch's own tests with our format for what they save and load.
 
     S4_UPSTREAM=1 PYTHONPATH=crates/s4-py/tests/upstream python -m pytest -p s4_upstream --noconftest \\
         PYTORCH/test/test_serialization.py PYTORCH/test/distributed/checkpoint/test_file_system_checkpoint_cpu.py
 
-`PYTORCH` is a source tree of PyTorch, best of the version that is installed. Tests that look into PyTorch's own
-container, or want of it what another one cannot have, must fail: if one passes, that is a failure. Those that fail
-without the plugin fail with it.
+`PYTORCH` is a source tree of PyTorch, preferably of the installed version. Tests that look into
+PyTorch's own container, or require what no other container can offer, must fail: one that passes
+is a failure. Tests that fail without the plugin fail with it, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""With `S4_UPSTREAM=1`, PyTorch's saves and loads are ours in every process, and its storage for distributed
-checkpoints is a store. `s4_upstream` says what for.
+"""With `S4_UPSTREAM=1`, PyTorch's saves and loads are ours in every process, and its storage for
+distributed checkpoints is a store. For the purpose see `s4_upstream`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ def _replace() -> None:
 
 
 if os.environ.get("S4_UPSTREAM"):
-    # It may be another program's Python.
+    # This may be the Python of another program, without PyTorch.
     with contextlib.suppress(ImportError):
         _replace()

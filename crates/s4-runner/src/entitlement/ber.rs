@@ -1,19 +1,19 @@
-//! From BER to DER, as far as signed data needs it: lengths that come at the end, and texts in pieces.
+//! Converts BER to DER, as far as signed data needs it: indefinite lengths, and octet strings in pieces.
 
-/// Elements inside of elements, at most.
+/// The deepest nesting of elements.
 const DEPTH: usize = 32;
 
 const OCTETS: u8 = 0x04;
 const CONSTRUCTED: u8 = 0x20;
 
-/// The same element with definite lengths; `None` if it is not just one element.
+/// The same element with definite lengths; `None` if `bytes` is not exactly one element.
 pub(super) fn to_der(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut out = vec![];
     let rest = element(bytes, &mut out, DEPTH)?;
     rest.is_empty().then_some(out)
 }
 
-/// Rewrites one element, and gives what comes after it.
+/// Rewrites one element, and returns the bytes after it.
 fn element<'a>(bytes: &'a [u8], out: &mut Vec<u8>, depth: usize) -> Option<&'a [u8]> {
     let depth = depth.checked_sub(1)?;
     let (&tag, rest) = bytes.split_first()?;
@@ -46,7 +46,7 @@ fn element<'a>(bytes: &'a [u8], out: &mut Vec<u8>, depth: usize) -> Option<&'a [
     Some(after)
 }
 
-/// A piece of a text, without what frames it.
+/// Appends the content of one piece of an octet string, and returns the bytes after the piece.
 fn piece<'a>(bytes: &'a [u8], content: &mut Vec<u8>, depth: usize) -> Option<&'a [u8]> {
     let mut whole = vec![];
     let after = element(bytes, &mut whole, depth)?;
@@ -59,7 +59,7 @@ fn piece<'a>(bytes: &'a [u8], content: &mut Vec<u8>, depth: usize) -> Option<&'a
     Some(after)
 }
 
-/// A length, or that it comes at the end.
+/// Reads a length, `None` for an indefinite one, and returns it with the bytes after it.
 fn length(bytes: &[u8]) -> Option<(Option<usize>, &[u8])> {
     let (&first, rest) = bytes.split_first()?;
     match first {
@@ -112,7 +112,7 @@ mod tests {
         }
         assert_eq!(to_der(&[ber.as_slice(), &[0]].concat()), None);
         assert_eq!(to_der(&[[0x30, 0x80]; 1000].concat()), None);
-        // A piece that is none, a primitive without a length, and a length of the whole address space.
+        // A piece of another type, a primitive of indefinite length, and a length of 4 GiB.
         assert_eq!(to_der(&[0x24, 3, 2, 1, 7]), None);
         assert_eq!(to_der(&[0x04, 0x80, 0, 0]), None);
         assert_eq!(to_der(&[4, 0x84, 0xff, 0xff, 0xff, 0xff]), None);

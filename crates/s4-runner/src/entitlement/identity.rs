@@ -1,4 +1,5 @@
-//! The identity document of an EC2 instance, signed by AWS: which product's image it was launched from.
+//! The identity document of an EC2 instance, signed by AWS: it says which product's image the
+//! instance was launched from.
 
 use aws_lc_rs::digest::{SHA256, digest};
 use aws_lc_rs::signature::{RSA_PKCS1_2048_8192_SHA256, UnparsedPublicKey};
@@ -21,7 +22,7 @@ const SIGNED_DATA: ObjectIdentifier = ObjectIdentifier::new_unwrap("1.2.840.1135
 const MESSAGE_DIGEST: ObjectIdentifier = ObjectIdentifier::new_unwrap("1.2.840.113549.1.9.4");
 const ID_SHA256: ObjectIdentifier = ObjectIdentifier::new_unwrap("2.16.840.1.101.3.4.2.1");
 
-/// The region's certificate, of which only the key counts.
+/// The region's certificate, of which only the key is used.
 pub(super) struct Certificate {
     key: Vec<u8>,
 }
@@ -51,7 +52,7 @@ impl Certificate {
         let text: String = signature.split_whitespace().collect();
         let bytes = base64::engine::general_purpose::STANDARD.decode(text);
         let bytes = bytes.map_err(|_| bad("its signature is no base64"))?;
-        // AWS sends lengths that come at the end, which DER forbids.
+        // AWS sends indefinite lengths, which DER forbids.
         let bytes = ber::to_der(&bytes).ok_or_else(|| bad("its signature is no PKCS7"))?;
         let parse = |_| bad("its signature is no PKCS7");
         let info = ContentInfo::from_der(&bytes).map_err(parse)?;

@@ -1,4 +1,4 @@
-//! Signed replies: a JSON Web Token of a pinned key and algorithm.
+//! Signed replies: a JSON Web Token with a pinned key and algorithm.
 
 use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode};
 use serde::Deserialize;
@@ -6,7 +6,7 @@ use serde::Deserialize;
 use super::{No, Settings};
 use crate::error::{Error, Result};
 
-/// Bytes of a key file, at most.
+/// The most bytes of a key file.
 const MAX_KEY: usize = 64 << 10;
 
 /// The key that signs replies.
@@ -42,7 +42,7 @@ impl Key {
                 DecodingKey::from_rsa_pem(&pem)
             }
             A::ES256 | A::ES384 => DecodingKey::from_ec_pem(&pem),
-            // Whoever knows a public key could sign with it as a secret.
+            // With HMAC, anybody who knows the public key could sign, with the key as the secret.
             _ => return Err(bad(format!("`algorithm`: `{}` is refused", settings.algorithm))),
         };
         let key = key.map_err(|e| bad(format!("{}: {e}", path.display())))?;
@@ -53,7 +53,7 @@ impl Key {
         Ok(Self { key, validation })
     }
 
-    /// Checks a reply: signed, and about just this request.
+    /// Checks that a reply is signed, and answers exactly this request.
     pub(super) fn check(
         &self,
         token: &str,

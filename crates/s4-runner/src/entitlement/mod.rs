@@ -20,14 +20,14 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::error::{Error, Result};
 use crate::imds::{Imds, NoAnswer};
 
-/// Tries, all in all.
+/// The most tries.
 const TRIES: u32 = 3;
-/// Seconds that a try may take, at most.
+/// The largest allowed `try_seconds` and `total_seconds`.
 const LONGEST: u64 = 24 * 3600;
 /// The pause after the first try.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// How the service finds out.
+/// How the service finds out whether it is entitled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mode {
@@ -53,7 +53,7 @@ impl std::str::FromStr for Mode {
     }
 }
 
-/// The settings.
+/// Settings of the entitlement.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
@@ -61,22 +61,22 @@ pub struct Settings {
     pub mode: Mode,
     /// The product's code.
     pub product_code: String,
-    /// Which key signs replies: its version.
+    /// Version of the key that signs replies.
     pub public_key_version: u32,
     /// That key, a PEM file.
     pub public_key: Option<PathBuf>,
-    /// The algorithm of signatures: RS256, RS384, RS512, PS256, PS384, PS512, ES256 or ES384. AWS names
-    /// none; any other than this one is refused.
+    /// The algorithm of signatures: RS256, RS384, RS512, PS256, PS384, PS512, ES256 or ES384. AWS
+    /// does not name one; any other is refused.
     pub algorithm: String,
     /// The certificate that identity documents of the region are signed with, a PEM file.
     pub certificate: Option<PathBuf>,
-    /// The region; none: the instance's.
+    /// The region; `None`: the instance's.
     pub region: Option<String>,
-    /// Another address of the metering service.
+    /// Address of the metering service; `None`: AWS's in that region.
     pub endpoint: Option<String>,
     /// Seconds that one try may take.
     pub try_seconds: u64,
-    /// Seconds that all may take.
+    /// Seconds that all tries together may take.
     pub total_seconds: u64,
 }
 
@@ -97,10 +97,10 @@ impl Default for Settings {
     }
 }
 
-/// One try's outcome, unless it is a yes.
+/// The outcome of a try that was not a yes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum No {
-    /// For good.
+    /// Refused for good.
     Final { code: &'static str, why: String },
     /// It may be tried again.
     Again(String),
@@ -127,7 +127,7 @@ impl From<NoAnswer> for No {
 }
 
 impl Settings {
-    /// Checks that everything which the mode needs is there.
+    /// Checks that everything that the mode needs is there.
     ///
     /// # Errors
     /// [`Error::Config`].
@@ -160,11 +160,11 @@ impl Settings {
     }
 }
 
-/// Finds out whether the service may run. Returns if so.
+/// Finds out whether the service may run; `Ok` if so.
 ///
 /// # Errors
-/// [`Error::Denied`], for good; [`Error::Unreachable`] if nobody could say, after a few tries within the
-/// time; [`Error::Config`].
+/// [`Error::Denied`] if it was refused for good; [`Error::Unreachable`] if a few tries within the
+/// time gave no clear answer; [`Error::Config`].
 pub async fn decide(settings: &Settings, imds: &Imds) -> Result<()> {
     match settings.mode {
         Mode::Off => Ok(()),
@@ -179,7 +179,7 @@ pub async fn decide(settings: &Settings, imds: &Imds) -> Result<()> {
     }
 }
 
-/// Tries a few times, as long as there is time.
+/// Tries a few times, while there is time.
 async fn repeat(
     settings: &Settings,
     mut ask: impl AsyncFnMut() -> std::result::Result<(), No>,

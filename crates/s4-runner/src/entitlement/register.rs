@@ -13,7 +13,7 @@ use crate::imds::{Imds, bounded};
 /// The action, as the service's protocol names it.
 const TARGET: &str = "AWSMPMeteringService.RegisterUsage";
 
-/// What the service says when all is well. Neither member is promised.
+/// The reply of a successful call. Either member may be missing.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Reply {
@@ -70,13 +70,14 @@ fn refusal(status: u16, kind: &str) -> No {
     No::new(code, format!("AWS Marketplace says {kind} (status {status})"))
 }
 
-/// The kind of an error in a body, of which nothing else is repeated.
+/// The kind of an error, from a reply's body. Nothing else of the body is passed on.
 fn named(body: &[u8]) -> String {
     let value: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     short(value["__type"].as_str().unwrap_or("an unknown error"))
 }
 
-/// `CustomerNotEntitledException` of `com.amazonaws...#CustomerNotEntitledException:http://...`.
+/// Shortens an error's kind: to `CustomerNotEntitledException` from
+/// `com.amazonaws...#CustomerNotEntitledException:http://...`.
 fn short(kind: &str) -> String {
     let kind = kind.rsplit('#').next().unwrap_or_default();
     let kind = kind.split(':').next().unwrap_or_default();

@@ -8,15 +8,15 @@ use std::time::Duration;
 /// What happens to requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
-    /// They are passed on.
+    /// Requests are passed on.
     None,
-    /// Connections end as they begin.
+    /// Connections are closed at once.
     Cut,
-    /// They are passed on at so many bytes a second.
+    /// Requests are passed on at this many bytes a second.
     Slow(u32),
-    /// Those that write are answered with this status and code.
+    /// Requests that write are answered with this status and code.
     Refused(u16, &'static str),
-    /// All are.
+    /// All requests are answered with this status and code.
     RefusedAll(u16, &'static str),
 }
 
@@ -27,7 +27,7 @@ pub(crate) struct Line {
 }
 
 impl Line {
-    /// To the server at `http://host:port`.
+    /// A line to the server at `http://host:port`.
     pub(crate) fn to(server: &str) -> Self {
         let server = server.trim_start_matches("http://").trim_end_matches('/').to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -39,7 +39,7 @@ impl Line {
                 let (now, server) = (Arc::clone(&now), server.clone());
                 std::thread::spawn(move || {
                     let fault = *now.lock().unwrap();
-                    // Either end may go away at any time.
+                    // Either end may close the connection at any time.
                     let _ = pass_on(&stream, &server, fault);
                 });
             }
@@ -52,7 +52,7 @@ impl Line {
     }
 }
 
-/// One request of a connection, which ends with it.
+/// Passes on the one request of a connection.
 fn pass_on(mut client: &TcpStream, server: &str, fault: Fault) -> std::io::Result<()> {
     if fault == Fault::Cut {
         return Ok(());

@@ -21,16 +21,16 @@ use s4weights::{DType, Target, TensorSource, WriteOptions, Writer};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-/// In the child: the configuration file, and the place and the number of visits at which to die.
+/// In the child: the configuration file, and at which visit of which place to die, such as `verified:2`.
 const CONFIG: &str = "S4W_TEST_CONFIG";
 const CRASH: &str = "S4W_TEST_CRASH";
-/// In the child: a file that is made when the GPU is touched.
+/// In the child: a file that is created when the GPU is touched.
 const TOUCHED: &str = "S4W_TEST_TOUCHED";
 
-/// Longer than anything takes that goes well.
+/// Longer than anything takes that succeeds.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// What the test `child` of each file calls: it is the runner if this process was started for that.
+/// Called by the test `child` of each file: runs the runner if this process was started for that.
 pub(crate) fn be_the_child() {
     let Some(path) = std::env::var_os(CONFIG) else { return };
     let crash = std::env::var(CRASH).unwrap_or_default();
@@ -70,8 +70,8 @@ pub(crate) struct Setup {
     pub(crate) more: String,
 }
 
-/// A port that nobody listens on, below those that the system gives away: whoever connects to one of these again and
-/// again is given it for its own end some day, and connects to itself.
+/// A port that nobody listens on, below the range that the system hands out to clients. A client
+/// that keeps retrying a port of that range may one day get it as its own, and connect to itself.
 fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = 15_000 + (std::process::id() % 15_000) as u16;
@@ -86,7 +86,7 @@ impl Default for Setup {
 }
 
 impl Setup {
-    /// `more`: lines of the configuration.
+    /// `more` holds more lines of the configuration.
     pub(crate) fn new(more: &str) -> Self {
         let http = format!("127.0.0.1:{}", free_port());
         Self { dir: tempfile::tempdir().unwrap(), http, more: more.to_owned() }
@@ -132,14 +132,14 @@ impl Setup {
         self.start_with("", |_| {})
     }
 
-    /// As `start`; it dies at a place, when it comes there for the nth time: `verified:2`.
+    /// As `start`, but the runner dies when it reaches a place for the nth time, such as `verified:2`.
     pub(crate) fn start_with(&self, crash: &str, change: impl FnOnce(&mut Command)) -> Daemon<'_> {
         let mut daemon = self.spawn(crash, change);
         let end = Instant::now() + LONG;
         while daemon.try_get("/livez").is_none() {
             assert!(Instant::now() < end, "the runner does not listen");
             if let Some(status) = daemon.child.try_wait().unwrap() {
-                // It may die of what it finds in its journal.
+                // Work from its journal may have brought it to that place already.
                 assert!(!crash.is_empty(), "the runner ended: {status}");
                 return daemon;
             }
@@ -173,7 +173,7 @@ impl Setup {
         send(&mut stream, method, path, body.as_bytes())
     }
 
-    /// Submits a file that was written, until that is acknowledged.
+    /// Submits a file that was written; returns the answer.
     pub(crate) fn submit(&self, id: Uuid, step: u64) -> Answer {
         self.ask("POST", "/v1/submissions", Some(&json!({ "id": id, "step": step }))).unwrap()
     }
@@ -210,7 +210,7 @@ impl Setup {
     }
 }
 
-/// A runner that runs.
+/// A running runner.
 pub(crate) struct Daemon<'a> {
     setup: &'a Setup,
     pub(crate) child: Child,
@@ -232,7 +232,7 @@ impl Daemon<'_> {
         assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
     }
 
-    /// Waits for its end, whoever caused it.
+    /// Waits until it ends, for whatever reason.
     pub(crate) fn wait(&mut self) -> ExitStatus {
         let end = Instant::now() + LONG;
         loop {
@@ -283,7 +283,7 @@ pub(crate) fn send(
         body.len()
     );
     stream.write_all(head.as_bytes())?;
-    // A server that refuses need not read what it refuses.
+    // A server that refuses a request need not read its body.
     let _ = stream.write_all(body);
     let mut bytes = vec![];
     let read = stream.read_to_end(&mut bytes);
@@ -297,7 +297,7 @@ pub(crate) fn send(
     Ok(Answer { status, head: head.to_lowercase(), text: body.to_owned() })
 }
 
-/// The values of a step: much alike from one step to the next.
+/// The values of a step, which are similar from one step to the next.
 pub(crate) fn values(step: u64) -> Vec<u8> {
     let value = |i: u64| {
         let x = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;

@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// What was asked.
+/// A request that the server received.
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
     pub(crate) method: String,
@@ -14,7 +14,7 @@ pub(crate) struct Request {
     pub(crate) body: String,
 }
 
-/// What is answered, after a pause.
+/// The reply, which is sent after a pause.
 #[derive(Debug, Clone)]
 pub(crate) struct Reply {
     pub(crate) status: u16,
@@ -34,7 +34,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Its thread ends with the process.
+    /// Starts a server, whose thread ends with the process.
     pub(crate) fn start(answer: impl Fn(&Request) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());

@@ -1,5 +1,4 @@
-//! The requirements of a checkpoint store on an object store, as a test that anyone can run on
-//! their own.
+//! What a checkpoint store requires of an object store, as a test that anyone can run on their own.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +35,7 @@ pub async fn conformance(store: Arc<dyn ObjectStore>, prefix: Path) -> Outcome {
 /// winner.
 ///
 /// # Errors
-/// If a round had two winners, or another's bytes.
+/// If a round had two winners, or ended with the bytes of a loser.
 pub async fn create_race(
     store: &Arc<dyn ObjectStore>,
     folder: &Path,
@@ -110,7 +109,7 @@ async fn keys(
     listing.map_ok(|m| m.location).try_collect().await.map_err(text)
 }
 
-/// A life of a store: saves, deltas, a rebase, retiring, a sweep, checks.
+/// The life of a store: saves, deltas, a rebase, retiring, a sweep, checks.
 async fn protocol(objects: &Arc<dyn ObjectStore>, prefix: Path) -> Outcome {
     let place = Place::objects(Arc::clone(objects), prefix);
     let mut options = quick_options();

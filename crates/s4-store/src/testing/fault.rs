@@ -151,7 +151,7 @@ impl FaultStore {
         self.set_plan(move |op| (op.number == nth).then_some(fault));
     }
 
-    /// From now on nothing goes wrong, and the dead live. Numbers start at 0 again.
+    /// From now on nothing goes wrong, and a dead process lives again. Numbers start at 0 again.
     pub fn heal(&self) {
         self.set_plan(|_| None);
         self.inside().delays = None;

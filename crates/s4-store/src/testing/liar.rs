@@ -22,9 +22,9 @@ use super::Random;
 pub enum Lie {
     /// It ignores the condition and overwrites.
     IgnoresCondition,
-    /// It looks first and then writes, and others can slip in between.
+    /// It checks first and then writes, and others can slip in between.
     ChecksThenWrites,
-    /// It says that it cannot do it.
+    /// It says that it does not support the condition.
     NotImplemented,
 }
 
@@ -54,7 +54,7 @@ impl Shared {
     }
 }
 
-/// Pauses between looking and writing.
+/// Pauses between checking and writing.
 #[derive(Debug)]
 struct Gaps {
     random: Random,
@@ -69,7 +69,8 @@ impl Liar {
         Self { inner, lie, shared: Arc::default() }
     }
 
-    /// Once in `one_in` creates it waits for up to `longest` between looking and writing.
+    /// Once in `one_in` creates, on average, it waits for up to `longest` between checking and
+    /// writing.
     #[must_use]
     pub fn with_gaps(self, seed: u64, one_in: u64, longest: Duration) -> Self {
         *self.gaps() = Some(Gaps { random: Random::new(seed), one_in, longest });
@@ -81,7 +82,7 @@ impl Liar {
         self.shared.honest.store(honest, Ordering::SeqCst);
     }
 
-    /// How many creates of an object there were after the first one.
+    /// How many creates were carried out on objects that had been created before.
     #[must_use]
     pub fn overwritten(&self) -> u64 {
         self.shared.overwritten.load(Ordering::SeqCst)

@@ -1,5 +1,5 @@
-//! A toy encoding with deltas: what is stored of a child is the XOR with its parent's content, so a
-//! restore is right only if the whole chain is.
+//! A toy encoding with deltas: a child is stored as the XOR with its parent's content, so a restore
+//! is right only if the whole chain is.
 
 use bytes::Bytes;
 

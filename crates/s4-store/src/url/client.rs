@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 /// Time to find the server and to shake hands.
 const CONNECT: Duration = Duration::from_secs(10);
-/// More than any collection of certificates has.
+/// Most bytes of a file of certificates: more than any real one has.
 const MAX_BUNDLE: u64 = 16 << 20;
 
 /// Names of the options.
@@ -42,12 +42,12 @@ pub(super) const NAMES: [&str; 23] = [
     "ca_bundle",
 ];
 
-/// The client as options make it.
+/// The settings of the client, as options make them.
 pub(super) struct Client {
     options: ClientOptions,
     stall: Duration,
     headers: HeaderMap,
-    /// What is trusted instead of what the system trusts.
+    /// The certificates to trust instead of the system's.
     roots: Option<Vec<Certificate>>,
     allow_http: Option<bool>,
 }
@@ -60,8 +60,8 @@ impl Default for Client {
 }
 
 impl Client {
-    /// Takes an option, if it is one of the client's. `key` is its name in small letters without a
-    /// provider's prefix, `name` as it was given.
+    /// Takes an option, if it is one of the client's. `key` is its name in lower case without a
+    /// provider's prefix, `name` the name as it was given.
     pub(super) fn take(&mut self, name: &str, key: &str, value: &str) -> Result<bool> {
         match key {
             "verify" => self.verify(name, value)?,
@@ -81,7 +81,7 @@ impl Client {
         self.options = std::mem::take(&mut self.options).with_config(key, value);
     }
 
-    /// As Amazon's tools have it: whether certificates are checked, or the file of those to trust.
+    /// As in Amazon's tools: whether certificates are checked, or the file of those to trust.
     fn verify(&mut self, name: &str, value: &str) -> Result<()> {
         let Some(check) = option::truth(value) else { return self.trust_only(name, value) };
         self.options = std::mem::take(&mut self.options).with_allow_invalid_certificates(!check);
@@ -114,17 +114,17 @@ impl Client {
         self.headers.insert(header, value);
     }
 
-    /// Whether an option says if connections without TLS are allowed.
+    /// Whether connections without TLS are allowed, if an option says so or not.
     pub(super) fn plain(&self) -> Option<bool> {
         self.allow_http
     }
 
-    /// Connections without TLS are allowed, unless an option says otherwise.
+    /// Allows connections without TLS, unless an option says otherwise.
     pub(super) fn allow_http(&mut self) {
         self.allow_http.get_or_insert(true);
     }
 
-    /// The options, and what makes clients of them.
+    /// The options, and the connector that makes clients from them.
     pub(super) fn finish(self) -> (ClientOptions, StallConnector) {
         let options = self.options.with_allow_http(self.allow_http.unwrap_or(false));
         let options = match self.headers.is_empty() {

@@ -1,4 +1,4 @@
-//! Places by URL, with credentials and options as users have them.
+//! Places by URL, with credentials and options in the forms that users have them in.
 //!
 //! Later sources win: a profile of `~/.aws`, the environment, the caller's options. Values never
 //! appear in messages; names of options do.
@@ -30,7 +30,8 @@ pub type StorageOptions = BTreeMap<String, String>;
 /// Environment variables by name.
 type Environment = BTreeMap<String, String>;
 
-/// The store behind `memory:` URLs, which a URL can name no other way: shared by the whole process.
+/// The store behind `memory:` URLs, shared by the whole process, since a URL cannot name one in any
+/// other way.
 static MEMORY: OnceLock<Arc<InMemory>> = OnceLock::new();
 
 impl Place {
@@ -71,8 +72,8 @@ impl Place {
     }
 }
 
-/// Whether a text names an object store or a `file:` URL rather than a path (`C:\x` is a path): every URL
-/// that [`Place::open_url`] knows does, also behind spaces.
+/// Whether a text is a URL rather than a path (`C:\x` is a path): true for every URL that
+/// [`Place::open_url`] knows, also after leading spaces.
 pub fn is_url(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.');
     text.trim_start().split_once("://").is_some_and(|(scheme, _)| {
@@ -80,19 +81,19 @@ pub fn is_url(text: &str) -> bool {
     })
 }
 
-/// An object store of a provider.
+/// Whose object store it is.
 enum Remote {
     S3,
     Gcs,
     Azure,
 }
 
-/// Whose object store a URL names, and the path in it; nothing for `file:` and `memory:`.
+/// Whose object store a URL names, and the path in it; `None` for `file:` and `memory:`.
 fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str> {
     if matches!(url.scheme(), "file" | "memory") {
         return Ok(None);
     }
-    // Its own message repeats the URL with whatever secret is in it.
+    // The parser's own message repeats the URL with any secret in it.
     let (scheme, path) = ObjectStoreScheme::parse(url)
         .map_err(|_| "a path, or a URL of s3:, gs:, az: or file: is needed")?;
     let remote = match scheme {
@@ -104,7 +105,7 @@ fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str
     Ok(Some((remote, path)))
 }
 
-/// What would be passed over in silence: two names that differ there only would be one.
+/// Refuses what would be ignored silently: two names that differ only there would be one.
 fn check_parts(url: &Url) -> std::result::Result<(), &'static str> {
     let container = url.scheme().starts_with("abfs");
     if url.password().is_some() || !(url.username().is_empty() || container) {
@@ -135,7 +136,8 @@ pub fn check_options(options: &StorageOptions) -> Result<()> {
     }
 }
 
-/// The environment. A variable of the provider's that is no text is an error: it would be passed over.
+/// The environment. A variable of the provider's that is not UTF-8 is an error, since it would be
+/// ignored silently.
 fn environment(prefix: &str) -> Result<Environment> {
     let mut found = Environment::new();
     for (name, value) in std::env::vars_os() {

@@ -43,7 +43,7 @@ pub(super) fn count(name: &str, value: &str, range: RangeInclusive<u64>) -> Resu
     n.ok_or_else(|| bad(name, &format!("a number from {} to {}", range.start(), range.end())))
 }
 
-/// One of the words, in small letters.
+/// The allowed word that the value is, in any case of letters.
 pub(super) fn word(name: &str, value: &str, allowed: &[&'static str]) -> Result<&'static str> {
     let found = allowed.iter().find(|word| word.eq_ignore_ascii_case(value.trim()));
     let list = || allowed.iter().map(|w| format!("`{w}`")).collect::<Vec<_>>().join(" or ");
@@ -62,7 +62,7 @@ pub(super) fn address(name: &str, value: &str) -> Result<String> {
     if fits { Ok(value.trim().to_owned()) } else { Err(wrong()) }
 }
 
-/// What is wrong with an option's name, and which was meant.
+/// The error for an unknown option, with the name that may have been meant.
 pub(super) fn unknown(kind: &str, name: &str, known: &[&str]) -> Error {
     let lower = name.to_ascii_lowercase();
     let near = known.iter().map(|k| (distance(&lower, k), k)).min();

@@ -8,7 +8,7 @@ use object_store::aws::AmazonS3ConfigKey;
 use super::Environment;
 use crate::error::{Error, Result};
 
-/// A profile's lines, those of both files.
+/// A profile's settings, from both files.
 #[derive(Default)]
 pub(super) struct Profile {
     name: String,
@@ -17,7 +17,7 @@ pub(super) struct Profile {
     lines: BTreeMap<String, String>,
 }
 
-/// What a profile may name instead of keys, which takes a program or a service to resolve.
+/// What a profile may have instead of keys; resolving it takes a program or a service.
 const INDIRECT: [&str; 4] = ["credential_process", "sso_session", "sso_start_url", "role_arn"];
 
 /// The profile of this name, or that `AWS_PROFILE` names, or `default`.
@@ -52,7 +52,7 @@ fn file_path(environment: &Environment, variable: &str, file: &str) -> Option<Pa
 }
 
 /// Section, key and value of each line `key = value`. Indented lines belong to the key before them
-/// (settings of single services) and are passed over.
+/// (settings of single services) and are skipped.
 fn parse(text: &str) -> Vec<(String, String, String)> {
     let mut section = String::new();
     let mut found = Vec::new();
@@ -100,7 +100,8 @@ impl Profile {
         self.lines.get("ca_bundle").map(String::as_str)
     }
 
-    /// A profile without keys of its own is no use to us, and says so if it was asked for.
+    /// Refuses a profile that was asked for by name, but gets its keys in a way that is not
+    /// supported.
     fn check_direct(&self) -> Result<()> {
         if !self.named || self.lines.contains_key("aws_access_key_id") {
             return Ok(());

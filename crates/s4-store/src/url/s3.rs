@@ -62,7 +62,7 @@ pub(super) const NAMES: [&str; 43] = [
     "virtual_hosted_style_request",
 ];
 
-/// What a URL, options and environment come to.
+/// Settings from options, environment or profile.
 #[derive(Default)]
 struct Settings {
     keys: Vec<(AmazonS3ConfigKey, String)>,
@@ -129,7 +129,7 @@ fn settings(url: &Url, options: &StorageOptions, environment: &Environment) -> R
         all.client.header(OWNER, owner);
     }
     if let Some(endpoint) = all.endpoint().map(str::to_owned) {
-        // Who writes `http:` means it.
+        // An explicit `http:` is intended.
         if option::address("endpoint", &endpoint)?.starts_with("http://") {
             all.client.allow_http();
         }
@@ -139,21 +139,21 @@ fn settings(url: &Url, options: &StorageOptions, environment: &Environment) -> R
     Ok(all)
 }
 
-/// Whether an address without an endpoint is one of Amazon's: it names a bucket alone, or their server.
+/// Whether a URL without an endpoint is at Amazon: it names only a bucket, or Amazon's server.
 fn is_amazon(url: &Url) -> bool {
     let host = url.host_str().unwrap_or_default();
     !matches!(url.scheme(), "http" | "https")
         || [".amazonaws.com", ".amazonaws.com.cn"].iter().any(|domain| host.ends_with(domain))
 }
 
-/// The client's name of an option or variable.
+/// The HTTP client's name for an option or variable.
 fn client_key(name: &str) -> String {
     let lower = name.to_ascii_lowercase();
     lower.strip_prefix("aws_").unwrap_or(&lower).to_owned()
 }
 
 impl Settings {
-    /// Takes an option of the caller's.
+    /// Takes an option that the caller gave.
     fn add(&mut self, name: &str, value: &str) -> Result<()> {
         let lower = name.to_ascii_lowercase();
         let same = || value.to_owned();
@@ -202,7 +202,8 @@ impl Settings {
         }
     }
 
-    /// Takes what is meant for the HTTP client. Of the environment only `object_store`'s names are.
+    /// Takes an option or variable that is meant for the HTTP client. Of variables, only those with
+    /// `object_store`'s names are.
     fn take_by_client(&mut self, name: &str, value: &str) -> Result<()> {
         let (lower, key) = (name.to_ascii_lowercase(), client_key(name));
         let variable = name.starts_with("AWS_");
@@ -258,9 +259,10 @@ impl Settings {
         })
     }
 
-    /// On Amazon's servers, what nobody asked for otherwise: a checksum of the body, which the signature
-    /// covers, in place of a signature of the body, as Amazon's own clients do over TLS. It guards as much
-    /// and is computed much faster. Other servers may not know it; the signature covers the body there.
+    /// On Amazon's servers, unless options say otherwise: instead of signing the body, sends a
+    /// checksum of it, which the signature covers, as Amazon's own clients do over TLS. It protects
+    /// as well and is computed much faster. Other servers may not know the checksum; there the
+    /// signature covers the body.
     fn add_amazon_defaults(&mut self) {
         const CHECKSUM: &str = "crc64nvme";
         if !self.has(&AmazonS3ConfigKey::Checksum) {
@@ -278,7 +280,7 @@ impl Settings {
         self.last(key).is_some()
     }
 
-    /// The value that counts.
+    /// The value that counts: the last one given.
     fn last(&self, key: &AmazonS3ConfigKey) -> Option<&str> {
         self.keys.iter().rev().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
@@ -468,7 +470,7 @@ mod tests {
         }
         let error = refusal(&[], &[("AWS_ALLOW_HTTP", "hush"), ("HOME", "/nowhere")]);
         assert!(error.contains("`AWS_ALLOW_HTTP`"), "{error}");
-        // What others may have set does not concern us.
+        // Variables that other tools may have set are ignored.
         let env = [("AWS_MAX_ATTEMPTS", "x"), ("timeout", "x"), ("AWS_ENDPOINT_URL", "")];
         built(&[], &env);
     }

@@ -19,21 +19,23 @@ use object_store::client::{
 use object_store::{ClientOptions, PutPayload};
 use tokio::time::{Instant, Sleep, sleep, timeout_at};
 
-/// How long nothing may move.
+/// How long a request may make no progress.
 pub(super) const STALL: Duration = Duration::from_secs(30);
-/// How long a server may put together an object of many parts.
+/// How long a server may take to put together an object of many parts.
 const WORK: Duration = Duration::from_secs(300);
-/// The longest pause before a multipart upload is completed again: after two minutes.
+/// The longest pause before completing a multipart upload is tried again: after about two minutes
+/// it is given up.
 const LONGEST: Duration = Duration::from_secs(60);
 /// A body is handed over in pieces of this size, so that its progress is seen.
 const PIECE: usize = 256 << 10;
-/// How often to look whether it moves, at least.
+/// The longest time between two checks whether a body moves.
 const LOOK: Duration = Duration::from_secs(1);
-/// What a system may hold of a body that has been handed over, and the slowest line that takes it.
+/// Most bytes of a handed-over body that the system may still hold, and the slowest line, in bytes
+/// per second, that takes them.
 const HELD: usize = 4 << 20;
 const SLOWEST: usize = 64 << 10;
 
-/// The usual client, which gives up a request that does not move.
+/// Makes the usual client, except that it gives up a request that makes no progress.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StallConnector(pub(super) Duration);
 
@@ -56,8 +58,9 @@ impl HttpService for Watched {
         if !completes(&request) {
             return self.once(request).await;
         }
-        // The client forgets the parts when it asks, so nobody above can ask again. To do so is safe:
-        // it happens once, and the answer after that is 404. Whoever asked bounds the time.
+        // The client forgets the parts once it has asked, so no caller above can ask again. Asking
+        // again is safe: the upload is completed once, and the answer after that is 404. The caller
+        // bounds the time.
         let mut pause = Duration::from_millis(200);
         loop {
             let passes = match self.once(request.clone()).await {
@@ -74,9 +77,9 @@ impl HttpService for Watched {
     }
 }
 
-/// Whether a request makes an object of the parts of a multipart upload.
+/// Whether a request completes a multipart upload.
 fn completes(request: &HttpRequest) -> bool {
-    // Amazon's and Google's, and Azure's.
+    // The first form is Amazon's and Google's, the second is Azure's.
     let named = |part: &str| match *request.method() {
         Method::POST => part.starts_with("uploadId="),
         Method::PUT => part == "comp=blocklist",
@@ -104,16 +107,16 @@ impl Watched {
 
 /// The body of a request, and how far it is written to the connection.
 ///
-/// The client takes a body as a list of buffers, which it keeps to the end, so nothing happens when one
-/// is written. What can be seen is that the client holds a second reference to a buffer from when it
-/// takes it out of the list until it is written. Parts of a larger buffer always have others, so each
-/// piece ends with a byte in a buffer of its own.
+/// The client takes a body as a list of buffers, which it keeps to the end, so no buffer is dropped
+/// when it is written. But from when the client takes a buffer out of the list until it is written,
+/// it holds a second reference to the buffer, which can be seen. Slices of a larger buffer always
+/// share it, so each piece ends with one byte, its mark, in a buffer of its own.
 struct Upload {
     len: usize,
     least: Duration,
     /// Pieces, each followed by its mark.
     pieces: PutPayload,
-    /// The mark that is to be written next, if one has been taken out and is not written.
+    /// The index of the mark that has been taken out and is not yet written, if there is one.
     at: Option<usize>,
     /// Whether a mark has ever been seen on its way.
     visible: bool,
@@ -145,7 +148,7 @@ impl Upload {
         Ok(self.pieces.clone().into())
     }
 
-    /// When to see again whether it moves.
+    /// When to check for progress again.
     fn next_look(&self) -> Instant {
         let end = self.moved + self.patience();
         match self.pieces.content_length() {
@@ -162,20 +165,20 @@ impl Upload {
         self.moved.elapsed() < self.patience()
     }
 
-    /// How long nothing need be seen to move.
+    /// How long no progress need be seen.
     fn patience(&self) -> Duration {
         let unseen = match self.at {
             Some(_) => 0,
-            // All is written; the system still holds a part.
+            // Everything is handed over; the system may still hold a part.
             None if self.visible => self.len.min(HELD),
-            // It was written between two looks, or the client copies what it takes.
+            // It was written between two checks, or the client copies what it takes.
             None => self.len,
         };
         self.least + Duration::from_secs((unseen / SLOWEST) as u64)
     }
 }
 
-/// The body of an answer, which must move.
+/// The body of an answer, which must make progress.
 struct Moving {
     body: HttpResponseBody,
     stall: Duration,

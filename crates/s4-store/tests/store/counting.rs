@@ -23,7 +23,7 @@ pub(crate) struct Counting {
     pub(crate) requests: Arc<AtomicU64>,
     pub(crate) writes: Arc<AtomicU64>,
     pub(crate) deletes: Arc<AtomicU64>,
-    /// Writes fail for want of space until something is deleted.
+    /// Writes fail for lack of space until something is deleted.
     pub(crate) full: Arc<AtomicBool>,
     /// Writes fail for good.
     pub(crate) read_only: Arc<AtomicBool>,
@@ -92,7 +92,7 @@ impl ObjectStore for Counting {
             this.count(pages(keys.len()));
             this.deletes.fetch_add(keys.len() as u64, Ordering::Relaxed);
             for key in &keys {
-                // What was not there frees nothing.
+                // Deleting what was not there frees nothing.
                 if this.inner.head(key).await.is_ok() {
                     this.full.store(false, Ordering::Relaxed);
                 }

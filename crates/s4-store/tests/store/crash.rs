@@ -93,7 +93,8 @@ async fn a_crash_at_every_named_point() {
     }
 }
 
-/// A writer sleeps for longer than the grace between its data and its commit; a sweep gives it up.
+/// A writer sleeps for longer than the grace between its data and its commit; a sweep gives up its
+/// attempt.
 #[tokio::test(start_paused = true)]
 async fn a_writer_that_wakes_up_too_late_is_refused() {
     let (_, place) = faulty();
@@ -157,7 +158,7 @@ async fn a_sweep_looks_at_the_log_once_more_before_it_gives_up() {
     assert_eq!(writer.latest().await.unwrap().unwrap().id(), id);
 }
 
-/// A server that acknowledges an object and keeps less of it: nothing is published.
+/// A server acknowledges an object but keeps less of it: nothing is published.
 #[tokio::test(start_paused = true)]
 async fn what_is_not_stored_whole_is_not_published() {
     for len in [20, 200] {
@@ -190,7 +191,7 @@ async fn a_child_of_a_retired_parent_is_refused() {
     assert!(matches!(error, Error::Conflict(Conflict::ParentGone { .. })), "{error}");
 }
 
-/// A refusal is final only if nothing came before it that may still land.
+/// A refusal is final only if no earlier try may still land.
 #[tokio::test(start_paused = true)]
 async fn a_refusal_after_a_lost_answer_is_no_answer() {
     use s4_store::testing::{Fault, OpKind};
@@ -238,12 +239,12 @@ async fn an_unknown_commit_is_resolved_for_good() {
         };
         assert_eq!((unknown.checkpoint, unknown.slot), (Some(id), 1));
         faults.heal();
-        // A process of its own may resolve it.
+        // Another process may resolve it.
         let other = Store::open(&place, quick_options()).await.unwrap();
         let resolved = other.resolve(&unknown).await.unwrap();
         assert_eq!(matches!(resolved, Resolution::Committed(_)), committed);
         assert_eq!(store.list().await.unwrap().len(), usize::from(committed));
-        // What was lost can never land: its number is taken.
+        // A lost write can never land: its number is taken.
         assert_eq!(store.log(1).await.unwrap().len(), 1);
         assert_eq!(other.resolve(&unknown).await.unwrap(), resolved);
     }

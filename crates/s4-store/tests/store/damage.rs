@@ -1,5 +1,5 @@
-//! A log with one bad entry: what it said is lost, nothing else; nothing is written to such a store; and
-//! whoever had it open goes on once it is mended.
+//! A log with one bad entry: only what that entry said is lost, nothing is written to such a store,
+//! and a process that had it open goes on once it is mended.
 
 use std::time::Duration;
 
@@ -17,7 +17,8 @@ pub(crate) fn key(n: u64) -> Path {
     Path::from(format!("runs/one/log/{n:020}"))
 }
 
-/// Steps 1 to `n`, each with its step as content: odd ones are full, even ones deltas of those.
+/// Steps 1 to `n`, each with its step as content: odd steps are full, even ones deltas of the step
+/// before.
 pub(crate) async fn grown(n: u8) -> (FaultStore, Place, Vec<Checkpoint>) {
     let (faults, place) = faulty();
     let store = Store::create(&place, quick_options()).await.unwrap();
@@ -60,7 +61,7 @@ pub(crate) enum Way {
 
 pub(crate) const WAYS: [Way; 5] = [Way::Flipped, Way::Cut, Way::Empty, Way::Gone, Way::Other];
 
-/// Damages an entry; returns what it was.
+/// Damages an entry; returns its former bytes.
 pub(crate) async fn harm(faults: &FaultStore, n: u64, way: Way, other: &FaultStore) -> Bytes {
     let good = get(faults, &key(n)).await;
     let mut bytes = good.to_vec();
@@ -81,7 +82,7 @@ pub(crate) async fn harm(faults: &FaultStore, n: u64, way: Way, other: &FaultSto
     good
 }
 
-/// The steps below `n` that do not need entry `lost`, of which each listed its step.
+/// The steps up to `n` that do not need entry `lost`; each entry listed the step of its number.
 pub(crate) fn left(n: u64, lost: u64) -> Vec<u64> {
     let needs = |step: u64| step == lost || (step.is_multiple_of(2) && step - 1 == lost);
     (1..=n).filter(|step| !needs(*step)).collect()
@@ -95,7 +96,7 @@ async fn one_bad_entry_costs_what_it_said_and_no_more() {
         for n in 1..=N {
             let what = format!("entry {n}, {way:?}");
             if way == Way::Gone && n == N {
-                // Nothing tells of an entry that was the last one.
+                // Nothing shows that the log had a last entry which is gone.
                 continue;
             }
             let (faults, place, saved) = grown(N as u8).await;
@@ -107,7 +108,7 @@ async fn one_bad_entry_costs_what_it_said_and_no_more() {
 
             let store = Store::open_read_only(&place, quick_options()).await.unwrap();
             let damage = store.log_damage().await.unwrap();
-            // Of two that do not fit, either may be the wrong one.
+            // Of two entries that do not fit, either may be the wrong one.
             assert!(
                 damage.iter().any(|d| d.entry() == n || d.entry() == n + 1),
                 "{what}: {damage:?}"
@@ -123,7 +124,7 @@ async fn one_bad_entry_costs_what_it_said_and_no_more() {
             let restores = report.verdicts.iter().filter(|(_, v)| *v == Verdict::Restores).count();
             assert_eq!(restores, left(N, n).len(), "{what}");
 
-            // Mended, it is whole again for those who have it open.
+            // Once mended, the log is whole again for processes that have it open.
             faults.put(&key(n), good.into()).await.unwrap();
             tokio::time::sleep(Duration::from_secs(60)).await;
             assert_eq!(steps(&store).await, (1..=N).collect::<Vec<_>>(), "{what}");
@@ -166,7 +167,7 @@ async fn an_older_bad_entry_under_a_view_is_a_finding_and_stops_nobody() {
     }
 }
 
-/// The newest entries are gone, and a view knows of them: they were acknowledged.
+/// The newest entries are gone, but a view knows of them: they were acknowledged.
 #[tokio::test(start_paused = true)]
 async fn a_log_that_was_put_back_to_an_older_state_is_not_written_to() {
     let (faults, place, _) = grown(6).await;
@@ -200,7 +201,7 @@ async fn a_handle_heals_when_the_log_does() {
     }
 }
 
-/// What replaces what in a view goes round in a circle, and is sealed all the same.
+/// In a sealed view, checkpoints replace each other in a circle.
 #[tokio::test(start_paused = true)]
 async fn a_view_that_contradicts_itself_is_not_followed() {
     let (faults, place, saved) = grown(2).await;
@@ -220,7 +221,7 @@ async fn a_view_that_contradicts_itself_is_not_followed() {
     faults.put(&view, sealed.into()).await.unwrap();
     let store = Store::open(&place, quick_options()).await.unwrap();
     assert_eq!(steps(&store).await, [1, 2]);
-    // A delta of what would be looked for for ever.
+    // A delta of a checkpoint whose newest replacement would be looked for forever.
     let lost = s4_store::Reference::from((ids[0].parse().unwrap(), hash));
     let refused = toy::save(&store, 3, Some((lost, &[1; 20])), &[3; 20]).await.unwrap_err();
     assert!(matches!(refused, Error::Conflict(_)), "{refused}");

@@ -1,5 +1,5 @@
 //! Every request fails once, in every way: nothing that was acknowledged is lost, nothing that is
-//! listed is broken, whatever was left behind is swept.
+//! listed is broken, and everything left behind is swept.
 
 use std::time::Duration;
 
@@ -20,12 +20,12 @@ fn now() -> SweepOptions {
     SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
 }
 
-/// A store with a base, two deltas on it, a retired base of its own and an orphan.
+/// A store with a base, two deltas on it, another base that is retired, and an orphan.
 struct Start {
     faults: FaultStore,
     place: Place,
     kept: Vec<Checkpoint>,
-    /// What each kept one holds.
+    /// The content of each kept checkpoint.
     contents: Vec<Vec<u8>>,
 }
 
@@ -55,7 +55,7 @@ async fn start_for(writers: Writers) -> Start {
 enum Known {
     /// It was acknowledged: this checkpoint must be listed, if there is one.
     Done(Option<Checkpoint>),
-    /// It failed: whatever it was about, it must not be there in half.
+    /// It failed: no half of what it was about may be there.
     Failed(Error),
 }
 
@@ -95,7 +95,7 @@ async fn verify(start: &Start, known: Known, what: &str, may_replace: Option<usi
     let options = CheckOptions { read_data: true, ..CheckOptions::default() };
     let report = store.check(&options, None).await.unwrap();
     assert!(report.is_clean() && report.void.is_empty(), "{what}: {report:?}");
-    // Two more sweeps leave nothing that is not listed.
+    // Two more sweeps leave only what is listed.
     store.sweep(&now()).await.unwrap();
     store.sweep(&now()).await.unwrap();
     let report = store.check(&options, None).await.unwrap();
@@ -124,7 +124,7 @@ async fn sweep(start: &Start) -> Result<Option<Checkpoint>, Error> {
     Ok(None)
 }
 
-/// Fails each request of `operation` in each way, once for each on a fresh store.
+/// Fails each request of `operation` in each way, each time on a fresh store.
 async fn every_request<F>(name: &str, writers: Writers, may_replace: Option<usize>, operation: F)
 where
     F: AsyncFn(&Start) -> Result<Option<Checkpoint>, Error>,
@@ -173,7 +173,7 @@ async fn every_request_of_a_sweep() {
     every_request("sweep", Writers::Many, None, sweep).await;
 }
 
-/// One fault, unless it is a crash or a refusal, is survived without the caller noticing.
+/// A single fault, unless it is a crash or a refusal, is survived without the caller noticing.
 #[tokio::test(start_paused = true)]
 async fn one_fault_is_nothing_a_caller_sees() {
     let calm = start().await;

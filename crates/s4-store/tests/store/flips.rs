@@ -36,7 +36,8 @@ async fn every_byte_of_a_small_store_without_a_view() {
     assert_eq!(harmless, 0);
 }
 
-/// Flips a bit of each byte of each object; returns how many flips and how many nobody noticed.
+/// Flips a bit of each byte of each object; returns how many flips there were, and how many of them
+/// no reader noticed.
 async fn flip_everything(view: bool) -> (u32, u32) {
     let objects: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let place = Place::objects(Arc::clone(&objects), Path::from("s"));
@@ -73,7 +74,7 @@ async fn flip_everything(view: bool) -> (u32, u32) {
                 ) => {}
                 Err(other) => panic!("{key}, byte {i}: {other:?}"),
             }
-            // A check sees it in any case, unless it is in the view, which is a hint.
+            // A check sees every flip, unless it is in the view, which is a hint.
             let is_view = key.as_ref().ends_with("logck");
             let clean = match Store::open(&place, options.clone()).await {
                 Ok(store) => {

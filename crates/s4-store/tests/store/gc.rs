@@ -33,7 +33,7 @@ fn id(n: u64) -> String {
     format!("00000000-0000-7000-8000-{n:012x}")
 }
 
-/// A log that lists `n` checkpoints, and data for each, as a store would have them after long.
+/// A log that lists `n` checkpoints, and data for each, as in a store that has been used for long.
 async fn large(objects: &Counting, n: u64) {
     let mut prev = Digest::of(&[]);
     for n in 1..=n {
@@ -58,10 +58,10 @@ async fn with_nothing_to_do_ten_thousand_checkpoints_cost_forty_requests() {
     let (objects, place) = counted();
     Store::create(&place, quick_options()).await.unwrap();
     large(&objects, 10_000).await;
-    // The first one reads the log, and leaves a view.
+    // The first sweep reads the log, and leaves a view.
     let store = Store::open(&place, quick_options()).await.unwrap();
     store.sweep(&SweepOptions::default()).await.unwrap();
-    // Sixteen entries are not in it: as many as there are on average.
+    // Sixteen entries are not in the view: as many as there are on average.
     let one: CheckpointId = id(5).parse().unwrap();
     for _ in 0..8 {
         store.pin(one).await.unwrap();
@@ -74,7 +74,7 @@ async fn with_nothing_to_do_ten_thousand_checkpoints_cost_forty_requests() {
     let requests = objects.requests.load(Ordering::Relaxed);
     println!("{requests} requests");
     assert!(requests <= 40, "{requests} requests");
-    // Everything that there is to delete goes in bulk.
+    // Everything to be deleted goes in bulk.
     let ids: Vec<CheckpointId> = (1..=3000).map(|n| id(n).parse().unwrap()).collect();
     store.retire(&ids, "").await.unwrap();
     objects.reset();
@@ -96,8 +96,8 @@ async fn with_dead(place: &Place) -> (Store, CheckpointId, CheckpointId) {
     (store, gone, orphan)
 }
 
-/// A sweep beside others says in the log what it gives up, before it deletes. On a full disk it has to
-/// make room for that first.
+/// A sweep that is not `exclusive` says in the log what it gives up, before it deletes. On a full
+/// disk it has to make room for that entry first.
 #[tokio::test(start_paused = true)]
 async fn a_full_disk_is_swept() {
     for (view, exclusive) in [(true, false), (false, true), (false, false)] {
@@ -149,7 +149,8 @@ async fn a_dry_run_writes_nothing_and_works_where_nothing_can_be_written() {
     assert_eq!(touched, 0);
 }
 
-/// An entry before the view is damaged: what later entries ended goes, what it ended itself stays.
+/// An entry that the view covers is damaged: what later entries ended is deleted, what this entry
+/// ended stays.
 #[tokio::test(start_paused = true)]
 async fn old_damage_of_the_log_does_not_stop_a_sweep() {
     for (damaged, goes) in [(1, true), (4, false)] {

@@ -109,7 +109,7 @@ async fn a_sweep_waits_for_readers() {
     store.retire(&[gone.id()], "").await.unwrap();
     let report = store.sweep(&SweepOptions::default()).await.unwrap();
     assert_eq!(report.waiting.iter().map(|s| s.why).collect::<Vec<_>>(), [Why::TooYoung]);
-    // Its data is old, but it was retired a moment ago: whoever reads it can finish.
+    // Its data is old, but it was retired a moment ago: readers at work can finish.
     assert_eq!(toy::restore(&store, &chain).await.unwrap(), [1; 20]);
     tokio::time::sleep(Duration::from_secs(8 * 24 * 3600)).await;
     let dry = SweepOptions { dry_run: true, ..SweepOptions::default() };
@@ -182,7 +182,7 @@ async fn a_failed_upload_ends_the_attempt() {
     assert!(store.list().await.unwrap().is_empty());
 }
 
-/// A store that is copied to a server which lies is not written to.
+/// A store that was copied to a server which lies is not written to.
 #[tokio::test]
 async fn a_moved_store_is_probed_again() {
     let home: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
@@ -255,7 +255,7 @@ async fn a_stale_listing_of_the_log_is_made_up_for() {
     assert_eq!(Store::open(&place, quick_options()).await.unwrap().list().await.unwrap().len(), 3);
 }
 
-/// Objects to anything: every second call.
+/// Objects to every second checkpoint.
 #[derive(Default)]
 struct Picky(u32);
 

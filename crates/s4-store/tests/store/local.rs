@@ -83,7 +83,7 @@ async fn leftovers_of_killed_writers_are_swept() {
     for path in [&log, &data] {
         std::fs::write(path, b"half").unwrap();
     }
-    // The clock was set back since this one was written.
+    // As if the clock had been set back since this file was written.
     let tomorrow = std::time::SystemTime::now() + Duration::from_secs(86_400);
     std::fs::File::options().write(true).open(&data).unwrap().set_modified(tomorrow).unwrap();
     let gentle = store.sweep(&SweepOptions::default()).await.unwrap();
@@ -126,7 +126,7 @@ async fn listing_a_large_folder_is_quick() {
     use futures::TryStreamExt;
     use object_store::{ObjectStore, ObjectStoreExt};
     const MANY: u64 = 5_000;
-    // Made in memory, where nothing is synced, and copied.
+    // Made in memory, where nothing is synced, and then copied.
     let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
     let place = Place::objects(Arc::clone(&memory), Path::default());
     let store = Store::create(&place, quick_options()).await.unwrap();

@@ -28,7 +28,7 @@ use object_store::path::Path;
 use s4_store::testing::{FaultStore, quick_options};
 use s4_store::{CrashPoints, Place, StoreOptions};
 
-/// A store in memory, failing on command; the fault store and the place.
+/// A store in memory that fails on command: the fault store and the place.
 fn faulty() -> (FaultStore, Place) {
     let faults = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
     let place = place_of(&faults);

@@ -1,4 +1,4 @@
-//! Servers that are not there, say nothing, or are not who they should be.
+//! Servers that are not there, say nothing, or are not the ones that they should be.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -38,7 +38,7 @@ async fn answer(stream: impl AsyncRead + AsyncWrite + Unpin, status: &str, body:
     answer_by(stream, |_| (status, body)).await;
 }
 
-/// A bucket that exists, and nothing in it.
+/// Answers as an empty bucket does.
 async fn answer_empty(stream: impl AsyncRead + AsyncWrite + Unpin) {
     answer_by(stream, |head| match head.contains("list-type=2") {
         true => ("200 OK", NOTHING_LISTED),
@@ -47,7 +47,7 @@ async fn answer_empty(stream: impl AsyncRead + AsyncWrite + Unpin) {
     .await;
 }
 
-/// Takes one request and answers it with a status and a body, which its head decides.
+/// Takes one request and answers it with a status and a body that depend on its head.
 async fn answer_by<'a>(
     mut stream: impl AsyncRead + AsyncWrite + Unpin,
     choose: impl Fn(&str) -> (&'a str, &'a str),
@@ -73,7 +73,7 @@ where
     serve_at("127.0.0.1:0", each).await
 }
 
-/// As [`serve`], at an address.
+/// As [`serve`], at a given address.
 async fn serve_at<F>(address: &str, each: impl Fn(TcpStream) -> F + Send + 'static) -> String
 where
     F: Future<Output = ()> + Send + 'static,
@@ -92,7 +92,7 @@ fn tls(name: &str) -> String {
     format!("{}/tests/tls/{name}", env!("CARGO_MANIFEST_DIR"))
 }
 
-/// What makes connections to a server whose certificate a CA of its own has signed.
+/// Accepts TLS connections, with a certificate that the tests' own CA has signed.
 fn acceptor() -> TlsAcceptor {
     let certificate = CertificateDer::from_pem_file(tls("server.pem")).unwrap();
     let key = PrivateKeyDer::from_pem_file(tls("server.key")).unwrap();
@@ -140,7 +140,7 @@ async fn a_certificate_is_checked_against_the_given_authority() {
         let text = format!("{failure} {failure:?}");
         assert!(!text.contains("hush"), "{text}");
     }
-    // Time does not mend it.
+    // Retrying does not help.
     let place = Place::open_url("s3://bucket/x", &options(&endpoint, &[])).unwrap();
     let start = Instant::now();
     let error = Store::open(&place, StoreOptions::default()).await.unwrap_err();
@@ -180,7 +180,7 @@ async fn causes_are_told_apart() {
     }
 }
 
-/// A listing of a bucket that does not exist is no empty listing.
+/// Listing a bucket that does not exist is not the same as an empty listing.
 #[tokio::test]
 async fn a_bucket_that_is_missing_is_not_empty() {
     let gone = "<Error><Code>NoSuchBucket</Code><Message>gone</Message></Error>";
@@ -191,7 +191,7 @@ async fn a_bucket_that_is_missing_is_not_empty() {
     assert_eq!(error.cause(), Some(Cause::NoSuchBucket), "{error}");
 }
 
-/// Nor is one at an address that knows no listings, and waiting does not change that.
+/// Neither is listing at an address that knows no listings, and waiting does not change that.
 #[tokio::test]
 async fn a_listing_that_is_not_found_is_an_error_at_once() {
     let address = serve(move |stream| answer(stream, "404 Not Found", MISSING)).await;
@@ -208,12 +208,13 @@ async fn a_listing_that_is_not_found_is_an_error_at_once() {
     assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
 }
 
-/// It takes connections and says nothing: found out, whatever is asked of it.
+/// A server that takes connections and says nothing is found out, whatever is asked of it.
 #[tokio::test]
 async fn a_silent_server_is_found_out() {
     let quiet = || tokio::time::sleep(Duration::from_secs(60));
-    // Linux remembers how fast an address was, and takes megabytes of an upload to one that other tests
-    // were fast at: these wait as on a slow line. So this one has an address of its own.
+    // Linux remembers how fast an address was, and buffers megabytes of an upload to one that was
+    // fast in other tests: the upload is then waited for as on a slow line. So this server has an
+    // address of its own.
     let address = if cfg!(target_os = "linux") { "127.0.0.2:0" } else { "127.0.0.1:0" };
     let plain = serve_at(address, move |stream| async move {
         quiet().await;
@@ -265,7 +266,7 @@ async fn take_slowly(mut stream: impl AsyncRead + AsyncWrite + Unpin) {
     let _ = stream.flush().await;
 }
 
-/// Slower than the limit on silence, in all, but never silent.
+/// A slow upload takes longer in all than the limit on silence, but is never silent.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_slow_line_is_no_silence() {
     let plain = serve(take_slowly);
@@ -284,7 +285,7 @@ async fn a_slow_line_is_no_silence() {
     }
 }
 
-/// The server is away for longer than a dozen quick retries last.
+/// The server is away for longer than a dozen quick retries take.
 #[tokio::test]
 async fn an_outage_of_some_seconds_fails_nothing() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -11,7 +11,7 @@ use s4_store::{
 
 use crate::faulty;
 
-/// Rank `rank` stores `count` objects, each of which says whose it is.
+/// Rank `rank` stores `count` objects, each of which names its rank.
 async fn part(store: &Store, id: CheckpointId, rank: u32, count: u32) -> Vec<ObjectInfo> {
     let mut attempt = store.join(id, rank).await.unwrap();
     assert_eq!(attempt.id(), id);
@@ -31,7 +31,8 @@ async fn parts_become_one_checkpoint_that_everything_works_on() {
     let (_, place) = faulty();
     let store = Store::create(&place, quick_options()).await.unwrap();
     let id = store.begin().await.unwrap().id();
-    // Each rank has a handle of its own, as in a process of its own. The second has nothing to store.
+    // Each rank has a handle of its own, as if in a separate process. The second has nothing to
+    // store.
     let mut parts = vec![];
     for (rank, count) in [(0, 3), (1, 0), (2, 5)] {
         let own = Store::open(&place, quick_options()).await.unwrap();
@@ -43,7 +44,7 @@ async fn parts_become_one_checkpoint_that_everything_works_on() {
     assert_eq!((listed.id(), listed.about.objects), (id, 8));
     assert_eq!(listed.about.parts.counts(), [3, 0, 5]);
 
-    // A reader that was not there.
+    // A reader that had no part in it.
     let other = Store::open(&place, quick_options()).await.unwrap();
     let reading = other.read(id).await.unwrap();
     assert_eq!(&reading.manifest().blob[..], b"index");
@@ -58,7 +59,7 @@ async fn parts_become_one_checkpoint_that_everything_works_on() {
     assert!(report.findings.is_empty(), "{:?}", report.findings);
     assert_eq!(report.objects, 8);
 
-    // What is listed stays, what is retired can come back, and goes in the end.
+    // A sweep leaves what is listed; what is retired can come back, and is deleted in the end.
     let now = SweepOptions { grace: Duration::from_secs(8 * 24 * 3600), ..SweepOptions::default() };
     tokio::time::sleep(Duration::from_secs(30 * 24 * 3600)).await;
     assert!(store.sweep(&now).await.unwrap().deleted.is_empty());
@@ -92,7 +93,7 @@ async fn what_a_dead_rank_leaves_is_swept() {
     tokio::time::sleep(Duration::from_secs(30 * 24 * 3600)).await;
     let report = store.sweep(&SweepOptions::default()).await.unwrap();
     assert_eq!(report.aborted.len(), 1);
-    // The sweep wrote down that it gave up on the attempt: whoever comes late is refused.
+    // The sweep wrote down that it gave up on the attempt, so a late `gather` is refused.
     let late = store.gather(id, vec![part(&store, id, 0, 2).await]).await.unwrap();
     let refused = late.publish(Bytes::new(), about(1)).await.unwrap_err();
     assert!(matches!(refused, Error::Conflict(Conflict::Spent { .. })), "{refused}");
@@ -105,13 +106,13 @@ async fn a_part_that_is_not_whole_is_not_listed() {
     let store = Store::create(&place, quick_options()).await.unwrap();
     let id = store.begin().await.unwrap().id();
     let mut parts = vec![part(&store, id, 0, 2).await, part(&store, id, 1, 2).await];
-    // Rank 1 says of its last object that it is longer than what it stored.
+    // Rank 1 claims that its last object is longer than what it stored.
     parts[1][1].len += 1;
     let attempt = store.gather(id, parts).await.unwrap();
     let refused = attempt.publish(Bytes::new(), about(1)).await.unwrap_err();
     assert!(matches!(refused, Error::Corrupt { .. }), "{refused}");
     assert!(refused.to_string().contains("d-4097"), "{refused}");
-    // Rank 2 never stored what it says.
+    // Rank 2 never stored the object that it claims.
     let made_up = ObjectInfo { len: 3, blake3: s4_store::Digest::of(b"2.0"), kind: String::new() };
     let parts = vec![part(&store, id, 0, 2).await, vec![], vec![made_up]];
     let attempt = store.gather(id, parts).await.unwrap();
@@ -137,7 +138,7 @@ async fn ranks_have_limits() {
     let listed =
         store.gather(id, parts).await.unwrap().publish(Bytes::new(), about(1)).await.unwrap();
     assert_eq!(store.read(listed.id()).await.unwrap().object(0).await.unwrap(), "x");
-    // What is gathered is complete.
+    // Nothing can be added to a gathered attempt.
     let mut gathered = store.gather(listed.id(), vec![]).await.unwrap();
     assert!(matches!(gathered.put("", Bytes::new()).await.unwrap_err(), Error::Argument(_)));
     let published = matches!(store.log(1).await.unwrap()[0].op, Op::Publish(_));

@@ -1,5 +1,5 @@
-//! Mending a damaged log: nothing before it is asked for, nothing more is lost than what is told, at
-//! whatever point it stops.
+//! Mending a damaged log: nothing is written before it is asked for, and nothing more is lost than
+//! the report says, at whatever point the repair stops.
 
 use std::collections::BTreeMap;
 
@@ -40,7 +40,7 @@ async fn a_bad_entry_is_mended_and_what_it_said_is_told() {
             assert!(dry.aside.is_none() && !dry.losses.is_empty(), "{what}: {dry:?}");
             let lost: Vec<_> = dry.losses.iter().filter_map(|l| l.step).collect();
             if n % 2 == 1 {
-                // The delta is named; of the entry itself nobody knows what it said.
+                // The lost delta is named; what the bad entry itself said, nobody knows.
                 assert!(lost.contains(&(n + 1)), "{what}: {dry:?}");
             }
             assert!(dry.unnamed.contains_key(&saved[n as usize - 1].id()), "{what}: {dry:?}");
@@ -66,7 +66,7 @@ async fn a_bad_entry_is_mended_and_what_it_said_is_told() {
     }
 }
 
-/// A log with every operation in it, and a view of all.
+/// A log with every operation in it, and a view of all its entries.
 async fn eventful() -> (FaultStore, Place, u64) {
     let (faults, place) = faulty();
     let store = Store::create(&place, quick_options()).await.unwrap();
@@ -108,7 +108,7 @@ async fn with_a_view_no_older_entry_is_a_loss() {
             let what = format!("entry {n}, {way:?}");
             let done = Store::repair(&place, quick_options(), true).await.unwrap();
             assert!(!done.damage.is_empty(), "{what}");
-            // By the log alone.
+            // From the log alone.
             faults.delete(&Path::from("runs/one/logck")).await.unwrap();
             let store = Store::open(&place, quick_options()).await.unwrap();
             assert_eq!(seen(&store).await, before, "{what}: {done:?}");
@@ -151,7 +151,7 @@ async fn an_entry_far_behind_the_end_is_put_aside() {
     toy::save(&store, 5, None, &[5; 20]).await.unwrap();
 }
 
-/// A repair that dies at any request is no worse than before, and can be run again.
+/// A repair that dies at any request leaves the store no worse than before, and can be run again.
 #[tokio::test(start_paused = true)]
 async fn a_repair_stops_at_every_request() {
     for view in [false, true] {
@@ -170,7 +170,7 @@ async fn a_repair_stops_at_every_request() {
                 let fired = faults.fired() > 0 || nth < faults.ops();
                 faults.heal();
                 let what = format!("view {view}, request {nth}, {fault:?}");
-                // Whoever can open it to write sees everything.
+                // If the store can be opened for writing, everything is there.
                 if let Ok(store) = Store::open(&place, quick_options()).await {
                     let ids: Vec<_> = store.list().await.unwrap().iter().map(|c| c.id()).collect();
                     assert_eq!(ids, wanted, "{what}");

@@ -20,7 +20,7 @@ use s4_store::{
 };
 use uuid::Uuid;
 
-/// The bucket and container that are there.
+/// The bucket and container that exist on the servers.
 const BUCKET: &str = "s4test";
 /// The account and key that every Azure emulator knows; no secret.
 const AZURE_ACCOUNT: &str = "devstoreaccount1";
@@ -50,7 +50,7 @@ fn s3_options(endpoint: &str) -> StorageOptions {
     ])
 }
 
-/// Every server, as users would name it, with a prefix of its own.
+/// Every server, named as users would, with a prefix of its own.
 fn places() -> Vec<(String, Place)> {
     let unique = Uuid::now_v7();
     let mut places = Vec::new();
@@ -109,7 +109,7 @@ async fn servers_pass_object_stores_own_suite() {
         integration::get_nonexistent_object(&below("get"), None).await.unwrap_err();
         integration::list_with_delimiter(&below("delimiter")).await;
         if name != "azurite" {
-            // It ignores the offset, which the store does not mind.
+            // Azurite ignores the offset, which the store does not mind.
             integration::list_with_offset_exclusivity(&below("offset")).await;
         }
         integration::list_uses_directories_correctly(&below("directories")).await;
@@ -136,7 +136,7 @@ async fn one_writer_wins_every_race() {
     }
 }
 
-/// One that refuses a second create, but not one at the same time.
+/// A server that refuses a second create, but not a simultaneous one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_whose_creates_race_is_found_out() {
     let Ok(endpoint) = std::env::var("S4_TEST_S3_RACING") else {
@@ -162,9 +162,9 @@ async fn a_server_whose_creates_race_is_found_out() {
 
 #[derive(Debug, Clone, Copy)]
 enum HttpFault {
-    /// The server does it, the answer is lost.
+    /// The server carries out the request, the answer is lost.
     LostAnswer,
-    /// The server does it, a gateway answers 503.
+    /// The server carries out the request, a gateway answers 503.
     Gateway503,
     /// The server says 409 and does nothing.
     Conflict409,
@@ -172,7 +172,7 @@ enum HttpFault {
     Reset,
 }
 
-/// Makes the next PUT number `left` fail, below the client's own retries.
+/// Makes the PUT that comes after `left` others fail, below the client's own retries.
 #[derive(Debug, Clone)]
 struct Wire {
     fault: HttpFault,
@@ -229,8 +229,8 @@ impl HttpService for FaultyService {
     }
 }
 
-/// Every PUT of a publish fails once, in every way that a network has: the save succeeds, and is
-/// listed once.
+/// Every PUT of a publish fails once, in every way that a network can fail: the save succeeds, and
+/// is listed once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn faults_on_the_wire_below_the_clients_retries() {
     for (name, endpoint) in s3_servers() {
@@ -253,7 +253,7 @@ async fn faults_on_the_wire_below_the_clients_retries() {
             let prefix = Path::from(format!("wire-{}", Uuid::now_v7()));
             let client: Arc<dyn ObjectStore> = Arc::new(client);
             for nth in [0, 1, 2, 5, 9] {
-                // What is lost while a place is tried proves nothing.
+                // An answer that is lost during the probe proves nothing.
                 left.store(nth, Ordering::SeqCst);
                 let place =
                     Place::objects(Arc::clone(&client), prefix.clone().join(nth.to_string()));

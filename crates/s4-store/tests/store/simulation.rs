@@ -1,5 +1,5 @@
-//! Many writers, a sweeper and readers against a model, with faults, crashes and days passing. All of
-//! it follows from a seed: `S4_SIM_SEED=n` repeats one, `S4_SIM_SEEDS=n` runs that many.
+//! Many writers, a sweeper and readers against a model, with faults, crashes and days passing. A
+//! seed determines everything: `S4_SIM_SEED=n` repeats one, `S4_SIM_SEEDS=n` runs that many.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -21,17 +21,17 @@ const GRACE: Duration = Duration::from_secs(24 * 3600);
 struct Model {
     /// What each attempt would hold, published or not.
     contents: BTreeMap<CheckpointId, Vec<u8>>,
-    /// Acknowledged as listed.
+    /// Checkpoints that were acknowledged as listed.
     listed: BTreeSet<CheckpointId>,
-    /// Somebody asked to take them off the list, successfully or not.
+    /// Checkpoints that somebody asked to take off the list, successfully or not.
     maybe_gone: BTreeSet<CheckpointId>,
-    /// Somebody asked to list them again, successfully or not.
+    /// Checkpoints that somebody asked to list again, successfully or not.
     maybe_back: BTreeSet<CheckpointId>,
-    /// Acknowledged as taken off the list.
+    /// Checkpoints that were acknowledged as taken off the list.
     gone: BTreeSet<CheckpointId>,
-    /// Retentions that have not told what they took: they failed, or their process died.
+    /// How many retentions have not reported what they retired: they failed, or their process died.
     retaining: usize,
-    /// As `retaining`, of those who list again.
+    /// As `retaining`, for calls that list checkpoints again.
     unretiring: usize,
     unknown: Vec<CommitUnknown>,
     acknowledged: usize,
@@ -75,7 +75,7 @@ fn expected(model: &Shared, error: Error) {
             | Conflict::NotRetired { .. }
             | Conflict::TooDeep { .. },
         ) => {}
-        // Two damaged reads in a row look like damage where it lies.
+        // Two damaged reads in a row look like damage of what is stored.
         Error::Corrupt { .. } | Error::LogDamaged { .. } => {}
         other => panic!("unexpected: {other:?}"),
     }
@@ -87,7 +87,7 @@ async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(
     let parent = match random.below(4) {
         0 => None,
         1 => all.last().copied(),
-        // The newest, or one that it needs: trees of deltas.
+        // The newest checkpoint, or one that it needs, so that there are trees of deltas.
         2 => all.last().and_then(|c| {
             let chain = state.chain(c.id()).ok()?;
             chain.get(random.below(chain.len() as u64) as usize).copied()
@@ -162,8 +162,9 @@ async fn retire(store: &Store, model: &Shared, random: &mut Random) -> Result<()
     let state = store.state().await?;
     if random.one_in(2) {
         let policy = Retention { keep_last: Some(3), ..Retention::default() };
-        // It plans anew for every try, so it takes other checkpoints than are listed now, also some
-        // whose writers do not know yet that they are listed. It tells which; if it cannot, the log does.
+        // It plans anew for every try, so it may retire other checkpoints than are listed now, even
+        // some whose writers do not know yet that they are listed. It returns which; if it fails,
+        // the log tells.
         model.lock().unwrap().retaining += 1;
         let taken = store.apply_retention(&policy).await?;
         let mut model = model.lock().unwrap();
@@ -180,13 +181,13 @@ async fn retire(store: &Store, model: &Shared, random: &mut Random) -> Result<()
     Ok(())
 }
 
-/// Lists again what was retired, perhaps while a sweep is about to delete it.
+/// Lists a retired checkpoint again, perhaps while a sweep is about to delete it.
 async fn unretire(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
     let one = {
         let mut model = model.lock().unwrap();
         let gone: Vec<_> = model.gone.iter().copied().collect();
         let Some(one) = gone.get(random.below(gone.len() as u64) as usize) else { return Ok(()) };
-        // What it needs comes back with it.
+        // The checkpoints that it needs come back with it.
         model.maybe_back.extend(gone.iter());
         let one = *one;
         model.unretiring += 1;
@@ -198,14 +199,14 @@ async fn unretire(store: &Store, model: &Shared, random: &mut Random) -> Result<
     model.unretiring -= 1;
     match &back {
         Ok(listed) => model.maybe_back.extend(listed.iter().map(Checkpoint::id)),
-        // Any of those that it needs.
+        // Any checkpoint that it needs may be back.
         Err(_) => model.maybe_back.extend(model.contents.keys()),
     }
     back.map(drop)
 }
 
-/// Reads a listed checkpoint. One that was listed when the reader began, and whose reading takes less
-/// than the grace, must be whole.
+/// Reads a listed checkpoint. It must be whole if it was listed when the reader began and reading
+/// takes less than the grace.
 async fn read(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
     let state = store.state().await?;
     let all = state.list();
@@ -250,7 +251,7 @@ async fn writer(world: Arc<World>, faults: FaultStore, who: u64) {
                 }
             }
         });
-        // A timeout is a death at an arbitrary await: the future is dropped there.
+        // A timeout is a death at an arbitrary `await`: the future is dropped there.
         let _ = lived.await;
         let _ = &faults;
     }
@@ -272,7 +273,7 @@ async fn sweeper(world: Arc<World>) {
     }
 }
 
-/// What was taken by retentions, if one of them could not tell.
+/// The checkpoints that retentions retired, if one of the retentions could not report it.
 async fn taken_untold(world: &World, store: &Store) -> BTreeSet<CheckpointId> {
     if world.model.lock().unwrap().retaining == 0 {
         return BTreeSet::new();
@@ -284,8 +285,9 @@ async fn taken_untold(world: &World, store: &Store) -> BTreeSet<CheckpointId> {
     store.log(1).await.unwrap().into_iter().flat_map(of).collect()
 }
 
-/// What was listed again, if one who did that died before it could tell: what a checkpoint needs comes
-/// back with it, also if it was retired by one who does not know that yet.
+/// The checkpoints that were listed again, if a process that did so died before it could report it:
+/// what a checkpoint needs comes back with it, even if the process that retired it does not know
+/// that yet.
 async fn back_untold(world: &World, store: &Store) -> BTreeSet<CheckpointId> {
     if world.model.lock().unwrap().unretiring == 0 {
         return BTreeSet::new();

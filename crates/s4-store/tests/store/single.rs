@@ -1,4 +1,4 @@
-//! One writer at a time, on servers that cannot do better: the lease.
+//! One writer at a time, on servers that are not safe for more: the lease.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,13 +13,13 @@ fn single() -> StoreOptions {
     StoreOptions { writers: Writers::Single, ..quick_options() }
 }
 
-/// A server that ignores the condition; its clock is the test's.
+/// A server that ignores the condition, with the test's clock.
 fn server() -> Arc<Liar> {
     let clock = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
     Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition))
 }
 
-/// The way of one process to the server, which may break.
+/// One process's connection to the server, which may break.
 fn way(server: &Arc<Liar>) -> (FaultStore, Place) {
     let faults = FaultStore::new(Arc::clone(server) as _);
     let place = Place::objects(Arc::new(faults.clone()), Path::from("one"));
@@ -58,7 +58,7 @@ async fn a_second_writer_is_kept_out_for_as_long_as_the_first_lives() {
     assert_eq!(steps(&place).await, [1, 3, 4]);
 }
 
-/// A process that was killed: the next one waits until its lease is dead.
+/// After a process was killed, the next one waits until its lease is dead.
 #[tokio::test(start_paused = true)]
 async fn a_dead_holder_is_waited_for() {
     let server = server();
@@ -80,7 +80,8 @@ async fn a_dead_holder_is_waited_for() {
     assert_eq!(steps(&place).await, [1, 2, 3]);
 }
 
-/// A process without a network, or asleep, for longer than its lease lives: it notices before it commits.
+/// A process that was without a network, or asleep, for longer than its lease lives notices before
+/// it commits.
 #[tokio::test(start_paused = true)]
 async fn a_holder_that_was_away_for_too_long_notices() {
     let server = server();
@@ -98,12 +99,12 @@ async fn a_holder_that_was_away_for_too_long_notices() {
     assert!(matches!(&error, Error::LeaseLost { .. } | Error::Locked { .. }), "{error}");
     toy::save(&second, 4, None, b"fou").await.unwrap();
     second.release().await.unwrap();
-    // Nobody else is there any more, so it may again.
+    // There is no other writer any more, so this one may write again.
     toy::save(&first, 5, None, b"fiv").await.unwrap();
     assert_eq!(steps(&place).await, [1, 3, 4, 5]);
 }
 
-/// Alone and away for long, a writer goes on.
+/// A writer that was away for long, but is the only one, goes on.
 #[tokio::test(start_paused = true)]
 async fn an_outage_is_no_loss_of_the_lease() {
     let server = server();
@@ -132,7 +133,7 @@ async fn a_lease_that_was_broken_is_noticed() {
     assert_eq!(steps(&place).await, [2]);
 }
 
-/// Many that want to write at the same instant, and again and again: one at a time does.
+/// Many processes want to write at the same instant, again and again: one at a time does.
 #[tokio::test(start_paused = true)]
 async fn of_writers_that_start_at_once_one_writes_at_a_time() {
     let mut saves = 0;
@@ -183,7 +184,7 @@ async fn of_writers_that_start_at_once_one_writes_at_a_time() {
     assert!(saves > 200, "{saves}");
 }
 
-/// Two that create a store at once.
+/// Two processes create a store at once.
 #[tokio::test(start_paused = true)]
 async fn one_of_two_creators_wins() {
     for seed in 0..40 {
@@ -202,7 +203,7 @@ async fn one_of_two_creators_wins() {
     }
 }
 
-/// A store that was recorded for one writer, where many would be safe, is opened to them.
+/// A store for one writer at a time is opened to many, where that is safe.
 #[tokio::test(start_paused = true)]
 async fn a_store_is_opened_to_many_writers() {
     let server = server();

@@ -1,4 +1,4 @@
-//! Listing retired checkpoints again, and who is faster: that, or a sweep.
+//! Listing retired checkpoints again, and which is faster: that or a sweep.
 
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ async fn a_retired_checkpoint_comes_back_as_it_was() {
     let state = "listed";
     let refused = Conflict::NotRetired { id: saved[5].id(), state };
     assert!(matches!(&listed, Error::Conflict(c) if *c == refused), "{listed}");
-    // It can be retired and listed as often as one likes.
+    // It can be retired and listed again any number of times.
     store.retire(&[saved[5].id()], "").await.unwrap();
     store.unretire(&[saved[5].id()]).await.unwrap();
     assert_eq!(steps(&store).await.len(), 6);
@@ -55,7 +55,7 @@ async fn what_a_sweep_has_given_up_does_not_come_back() {
     let store = Store::open(&place, quick_options()).await.unwrap();
     let id = saved[5].id();
     store.retire(&[id], "").await.unwrap();
-    // In its grace a sweep leaves it alone.
+    // During the grace, a sweep leaves it alone.
     store.sweep(&SweepOptions::default()).await.unwrap();
     store.unretire(&[id]).await.unwrap();
     store.retire(&[id], "").await.unwrap();
@@ -72,7 +72,7 @@ async fn what_a_sweep_has_given_up_does_not_come_back() {
     assert_eq!(steps(&store).await, [1, 2, 3, 4, 5]);
 }
 
-/// The two meet at every point of a sweep: one of them gets its way, and the other does nothing.
+/// The two meet at every point of a sweep: one of them succeeds, and the other does nothing.
 #[tokio::test(start_paused = true)]
 async fn a_sweep_and_an_unretire_at_the_same_time() {
     for (point, comes_back) in
@@ -94,8 +94,8 @@ async fn a_sweep_and_an_unretire_at_the_same_time() {
     }
 }
 
-/// Between a sweep's judgement and its entry a checkpoint is listed again and retired again: whoever began
-/// to read it in between has a grace of its own.
+/// Between a sweep's judgement and its entry a checkpoint is listed again and retired again: a
+/// reader that began in between gets a full grace.
 #[tokio::test(start_paused = true)]
 async fn a_checkpoint_that_was_retired_twice_has_two_graces() {
     let (_, place, saved) = grown(6).await;

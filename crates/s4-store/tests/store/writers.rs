@@ -1,5 +1,5 @@
-//! Whether several writers are safe is proved or refused, and what was acknowledged stays, also where
-//! the server lies later.
+//! That several writers are safe is proved, or the store is refused; and acknowledged saves stay,
+//! even if the server lies later.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -27,7 +27,7 @@ fn single() -> StoreOptions {
     StoreOptions { writers: Writers::Single, ..quick_options() }
 }
 
-/// An answer that was lost while a place was tried proves nothing.
+/// An answer that is lost during the probe proves nothing.
 #[tokio::test(start_paused = true)]
 async fn a_disturbed_probe_is_repeated() {
     let (faults, place) = faulty();
@@ -104,8 +104,8 @@ async fn a_probe_that_stays_disturbed_says_by_what() {
     assert_eq!(Store::create(&place, quick_options()).await.unwrap().repo().mode, Mode::Many);
 }
 
-/// The probe must catch the servers that lie, each in its own way; a store for one writer at a time
-/// must be asked for.
+/// The probe must catch each kind of server that lies; a store for one writer at a time must be
+/// asked for.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_store_that_lies_is_caught() {
     for lie in [Lie::IgnoresCondition, Lie::ChecksThenWrites, Lie::NotImplemented] {
@@ -132,7 +132,7 @@ async fn a_store_that_lies_is_caught() {
     }
 }
 
-/// One that checks and writes atomically, except for one create in 25.
+/// A server that checks and writes atomically, except for one create in 25.
 #[tokio::test(start_paused = true)]
 async fn a_server_that_seldom_checks_too_early_is_caught() {
     let mut caught = 0;
@@ -154,8 +154,8 @@ async fn listed(store: &Store) -> BTreeSet<CheckpointId> {
     store.list().await.unwrap().iter().map(Checkpoint::id).collect()
 }
 
-/// A server that passed the probe and then looks before it writes, with four writers at once: whoever
-/// loses a race finds out, and what was acknowledged is there in the end.
+/// A server that passed the probe checks first and then writes, with four writers at once: the
+/// loser of a race finds out, and all that was acknowledged is there in the end.
 async fn racing_writers(seed: u64) -> (u64, usize) {
     let faults = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
     faults.set_delays(seed);
@@ -237,7 +237,7 @@ async fn an_acknowledged_entry_that_was_overwritten_is_written_again() {
     let report = one.check(&CheckOptions::default(), None).await.unwrap();
     assert!(report.is_clean() && report.void.is_empty(), "{report:?}");
 
-    // The same again, and its data is gone meanwhile: it is an error that names it.
+    // The same again, but its data is gone meanwhile: the error names it.
     let lost = toy::save(&one, 4, None, &[4; 20]).await.unwrap();
     let n = one.state().await.unwrap().head();
     faults.delete(&entry(n)).await.unwrap();
@@ -252,7 +252,8 @@ async fn keys(store: &dyn ObjectStore) -> Vec<Path> {
     store.list(None).map_ok(|m| m.location).try_collect().await.unwrap()
 }
 
-/// A bucket is emptied, a folder is removed: nothing is acknowledged, and no part of a store comes back.
+/// After a bucket is emptied or a folder removed, nothing is acknowledged, and no part of a store
+/// comes back.
 #[tokio::test]
 async fn nothing_is_saved_into_a_store_that_is_gone() {
     for saves in [0, 2] {
@@ -305,7 +306,7 @@ async fn nothing_is_committed_into_another_store() {
     }
 }
 
-/// A delta is not saved where something is missing that it needs.
+/// A delta is not saved if something that it needs is missing.
 #[tokio::test]
 async fn a_delta_of_what_is_gone_is_not_saved() {
     for (objects, gone) in [(1, "d-0"), (1, "manifest"), (9, "d-7"), (9, "manifest")] {
@@ -336,7 +337,7 @@ async fn a_delta_of_what_is_gone_is_not_saved() {
     }
 }
 
-/// What a save costs.
+/// How many requests a save makes.
 #[tokio::test]
 async fn a_commit_takes_few_requests() {
     let (faults, place) = faulty();
@@ -361,7 +362,7 @@ async fn a_commit_takes_few_requests() {
         println!("PUT, create, GET, HEAD, LIST: {counts:?}");
         (saved, counts)
     };
-    // Entry n; `repo.json`, entries n - 1 to n + 1; after the commit n to n + 2.
+    // Reads: entry n; `repo.json` and entries n - 1 to n + 1; after the commit, entries n to n + 2.
     let (large, base_counts) = count(None).await;
     assert_eq!(base_counts, [9, 1, 7, 0, 1], "the first entry has none before it");
     let (_, counts) = count(Some(&large)).await;

@@ -1,5 +1,5 @@
-//! Deltas from the device's point of view: the frames, of each checkpoint, that its values are
-//! decoded from.
+//! How a device decodes deltas: the frames, of each checkpoint of a chain, that values are decoded
+//! from.
 
 use std::collections::{HashMap, HashSet};
 
@@ -11,15 +11,16 @@ use crate::reader::Reader;
 
 /// Chunks of a tensor that are wanted, and where its values go.
 pub(super) struct Wanted {
-    /// Number of the tensor, and of the request that it is for; `None`: others are told from it, and it goes again.
+    /// Number of the tensor, and index of the request that it is for. `None`: a moment that only
+    /// serves to derive contexts, and is overwritten later.
     pub(super) tensor: usize,
     pub(super) request: Option<usize>,
     pub(super) to: DeviceMemory,
-    /// Of a tensor of an ancestor: the chunks that are wanted, in ascending order.
+    /// The chunks that are wanted, in ascending order; `None`: all.
     pub(super) chunks: Option<Vec<u64>>,
-    /// Of a rounded copy: where the values lie that it is a copy of.
+    /// Of a copy: where the values of its original are.
     pub(super) input: Option<DeviceMemory>,
-    /// Of weights that are told from moments: where the values of these lie.
+    /// Of weights with contexts from moments: where the moments' values are.
     pub(super) moments: Option<[DeviceMemory; 2]>,
 }
 
@@ -30,36 +31,36 @@ impl Wanted {
     }
 }
 
-/// Requests, cut into what is wanted of each checkpoint of a chain.
+/// Requests, split into what is wanted of each checkpoint of a chain.
 #[derive(Default)]
 pub(super) struct Chain<'a> {
-    /// What ancestors' weights are told from, and these, in the order in which they are decoded. Where the values of the
-    /// checkpoint's own moments go is free until then, and those of its ancestors lie there.
+    /// Ancestors' weights with contexts from moments, and these moments, in the order of decoding.
+    /// The moments are put where the checkpoint's own moments will be, which is free until then.
     pub(super) before: Vec<Step<'a>>,
     /// The checkpoint itself, its parent, and so on.
     pub(super) steps: Vec<Step<'a>>,
-    /// Requests, by place, that the host decodes.
+    /// Indices of the requests that the host decodes.
     pub(super) here: Vec<usize>,
-    /// Weights that are told from moments that are requested, too, for the same device.
+    /// Weights with contexts from moments that are requested, too, for the same device.
     pub(super) told: Vec<Wanted>,
     /// Copies of tensors that are requested, too, for the same device.
     pub(super) copies: Vec<Wanted>,
 }
 
-/// Weights that are told from moments, and what they are decoded from.
+/// Weights with contexts from moments, and what they are decoded from.
 struct Told<'a> {
     request: usize,
     to: DeviceMemory,
     levels: Vec<Level<'a>>,
-    /// Of each level the moments, if it is told from some.
+    /// For each level, the moments, if its contexts are derived from some.
     moments: Vec<Option<[Place<'a>; 2]>>,
 }
 
-/// A moment of some checkpoint, and where its values are to lie.
+/// A moment of a checkpoint of the chain, and where its values will be.
 struct Place<'a> {
     tensor: usize,
     to: DeviceMemory,
-    /// Of an ancestor's moment: what it is decoded from.
+    /// Of an ancestor's moment: the levels that it is decoded from.
     levels: Vec<Level<'a>>,
 }
 
@@ -70,8 +71,8 @@ pub(super) struct Step<'a> {
 }
 
 impl<'a> Chain<'a> {
-    /// Cuts requests, by number of the tensor, whose tensors are prepared. `trusted`: the device
-    /// decodes closed bitstreams of tensors that are stored by themselves.
+    /// Splits requests, by number of the tensor; the tensors must be prepared. `trusted`: the
+    /// device decodes closed codecs of tensors that need no others.
     pub(super) fn of(
         reader: &'a Reader,
         requests: &[(usize, DeviceMemory)],
@@ -80,7 +81,8 @@ impl<'a> Chain<'a> {
         let mut chain = Self::default();
         let open = trusted || reader.manifest.closed_codecs.is_empty();
         chain.steps.push(Step { reader, wanted: vec![] });
-        // An ancestor's tensor is decoded to one place; who else wants it gets it from the host.
+        // An ancestor's tensor is decoded to one place only; other requests that need it are
+        // decoded by the host.
         let mut taken = HashSet::<(usize, usize)>::new();
         let wanted = Places::of(requests);
         let mut told = Told::finder(reader, &wanted);
@@ -91,7 +93,7 @@ impl<'a> Chain<'a> {
                 chain.steps[0].wanted.push(Wanted::new(number, request, to));
                 continue;
             }
-            // Copies are decoded all at once, so that none may be of another one.
+            // All copies are decoded together, so none may be a copy of another one.
             let is_copy = |t: &usize| {
                 let plan = &reader.manifest.plans[usize::from(reader.tensors[*t].plan)];
                 plan.own_input().is_some()
@@ -128,8 +130,8 @@ impl<'a> Chain<'a> {
         Ok(chain)
     }
 
-    /// What memory that holds the parent's values lacks: the checkpoint's own chunks. Requests for
-    /// differences that the device does not decode are left to the host.
+    /// What is to be decoded over the parent's values: the checkpoint's own chunks only. Requests
+    /// for deltas that the device cannot decode are left to the host.
     pub(super) fn top(
         reader: &'a Reader,
         requests: &[(usize, DeviceMemory)],
@@ -169,7 +171,7 @@ impl<'a> Chain<'a> {
         Ok(chain)
     }
 
-    /// Adds the levels of a tensor from some depth on.
+    /// Adds the levels of a tensor, from depth `first` on.
     fn add(&mut self, request: usize, to: DeviceMemory, levels: &[Level<'a>], first: usize) {
         for (depth, (level, chunks)) in levels.iter().zip(wanted_chunks(levels)).enumerate() {
             if self.steps.len() == depth {
@@ -182,7 +184,8 @@ impl<'a> Chain<'a> {
         }
     }
 
-    /// Adds weights that are told from moments: ancestors' before all else, the checkpoint's own behind their moments.
+    /// Adds weights with contexts from moments: those of ancestors before everything else, the
+    /// checkpoint's own after their moments.
     fn add_told(&mut self, all: Vec<Told<'a>>) {
         let mut early = vec![];
         for told in all {
@@ -229,7 +232,8 @@ impl<'a> Chain<'a> {
     }
 }
 
-/// The chunks that are wanted of each level: those of which the level above has differences.
+/// The chunks that are wanted of each level: all of the first, then those that are deltas in every
+/// level before.
 fn wanted_chunks(levels: &[Level<'_>]) -> Vec<Vec<u64>> {
     let mut chunks: Vec<u64> = (0..levels[0].block.records.len() as u64).collect();
     let of = |level: &Level<'_>| {
@@ -240,7 +244,7 @@ fn wanted_chunks(levels: &[Level<'_>]) -> Vec<Vec<u64>> {
     levels.iter().map(of).collect()
 }
 
-/// Where the values of tensors, by number, are wanted on devices, by theirs.
+/// Where tensors' values are requested, by number of the tensor and of the device.
 struct Places(HashMap<(usize, u32), DeviceMemory>);
 
 impl Places {
@@ -257,12 +261,12 @@ impl Places {
     }
 }
 
-/// Finds where moments are to lie.
+/// Finds memory for moments.
 struct Finder<'a, 'r> {
     reader: &'a Reader,
     wanted: &'r Places,
     found: Vec<Told<'a>>,
-    /// By depth and address the moment whose values lie there then.
+    /// By depth and address, the moment whose values are there when that depth is decoded.
     places: HashMap<(usize, u64), usize>,
 }
 
@@ -273,7 +277,7 @@ impl<'a> Told<'a> {
 }
 
 impl<'a> Finder<'a, '_> {
-    /// Adds weights, if there is a place for all that they are told from.
+    /// Adds weights, if there is memory for all moments that their contexts are derived from.
     fn add(&mut self, request: usize, to: DeviceMemory, levels: Vec<Level<'a>>) -> Result<bool> {
         let (mut moments, mut places) = (vec![], vec![]);
         for (depth, level) in levels.iter().enumerate() {
@@ -296,7 +300,8 @@ impl<'a> Finder<'a, '_> {
         Ok(true)
     }
 
-    /// The moments of a level, and where their values are to lie: where those of the checkpoint itself are wanted.
+    /// The moments of a level, and the memory for their values: where the checkpoint's own moments
+    /// are requested. `None` if there is none.
     fn moments(
         &self,
         depth: usize,
@@ -311,7 +316,8 @@ impl<'a> Finder<'a, '_> {
                 0 => Some(tensor),
                 _ => self.reader.find(&moment.name).ok(),
             };
-            // It is decoded behind the weights of ancestors.
+            // Its memory is free as long as ancestors are decoded, since it needs no other tensor
+            // itself.
             let alone = |&top: &usize| {
                 let t = &self.reader.tensors[self.reader.host(top)];
                 let plan = &self.reader.manifest.plans[usize::from(t.plan)];

@@ -15,7 +15,7 @@ use crate::parallel::pool;
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
 
-/// What is read together starts at multiples of it in a batch.
+/// The alignment of spans in a batch, in bytes.
 const LINE: usize = 64;
 
 /// A chunk, on its way to one device.
@@ -24,9 +24,9 @@ type Job<'a> = (u32, FrameJob<'a>);
 /// What is read of one checkpoint of a chain.
 struct Call<'a> {
     reader: &'a Reader,
-    /// What its tensors are numbered from: numbers are of all calls.
+    /// Added to its tensors' numbers, so that those of all calls differ.
     base: usize,
-    /// Whether its values are those that are asked for.
+    /// Whether its values are requested ones, which count as progress.
     counted: bool,
     pool: Option<Arc<ThreadPool>>,
     wanted: Vec<Wanted>,
@@ -34,9 +34,9 @@ struct Call<'a> {
 }
 
 impl Reader {
-    /// Reads tensors, by number, into device memory of their size. Chunks are decoded there; what they
-    /// are differences from is decoded there before. Those of files that need closed bitstreams which
-    /// nobody vouches for, and differences in codecs that the device lacks, are decoded on the host and
+    /// Reads tensors, by number, into device memory of their size. Chunks are decoded there, after
+    /// the ancestors' chunks that they are deltas of. Those of files that need closed codecs but
+    /// are not trusted, and deltas in codecs that the device lacks, are decoded on the host and
     /// copied.
     ///
     /// # Errors
@@ -55,9 +55,9 @@ impl Reader {
         })
     }
 
-    /// As [`Reader::apply_into`], of device memory. Returns the requests, by place, that the device does not
-    /// decode, or that did not hold the parent's values: their content is unspecified, they are to be read
-    /// ([`Reader::read_into_device`]).
+    /// As [`Reader::apply_into`], for device memory. Returns the indices of the requests that the
+    /// device does not decode, or whose memory did not hold the parent's values: their content is
+    /// unspecified, and they must be read ([`Reader::read_into_device`]).
     ///
     /// # Errors
     /// As [`Reader::read_into_device`]; `Argument` if a tensor is asked for twice.
@@ -78,7 +78,8 @@ impl Reader {
         Ok(left)
     }
 
-    /// The tensors whose chunks hold what is wanted, whose sizes are those of the memory.
+    /// The tensors whose chunks hold the requested values, after checking that the memory has the
+    /// tensors' sizes.
     fn device_hosts(&self, requests: &[(usize, DeviceMemory)]) -> Result<Vec<usize>> {
         let mut hosts = vec![];
         for (number, to) in requests {
@@ -99,8 +100,9 @@ impl Reader {
         Ok(hosts)
     }
 
-    /// Decodes chunks on the devices; `rest` is given the requests, by place, that they do not decode: first those of
-    /// tensors that need no others, then weights that are told from moments, then copies.
+    /// Decodes chunks on the devices. `rest` is given the indices of the requests that they do not
+    /// decode: first those of tensors that need no others, then weights with contexts from moments,
+    /// then copies.
     fn decode_on(
         &self,
         engine: &CudaEngine,
@@ -124,17 +126,18 @@ impl Reader {
         let done = engine.decode::<Failure>(&memory, trusted, |decoder| {
             for call in before {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
-                // What the next one is told from is there, and what it replaces is no longer needed.
+                // Waits: the next call needs what was decoded, and overwrites what is no longer
+                // needed.
                 undone(calls, decoder, &mut here)?;
             }
-            // What others are differences from comes first.
+            // Ancestors come first.
             for call in steps.iter().rev() {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
             }
             undone(calls, decoder, &mut here)?;
             rest(sorted(&mut here), decoder, &mut meter)?;
             for call in last.iter().filter(|c| !c.wanted.is_empty()) {
-                // What they are told from, or copies of, is there.
+                // Waits for what they are predicted from, or their contexts are derived from.
                 decoder.undone()?;
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
                 undone(calls, decoder, &mut here)?;
@@ -185,7 +188,7 @@ impl Reader {
         Ok(())
     }
 
-    /// What decodes a vendor's streams on the devices, if the caller trusts the file.
+    /// The decoders of a vendor's streams on the devices, if the caller trusts the file.
     fn trusted_by(&self, engine: &CudaEngine) -> Option<Trusted> {
         self.options.trusted.then(|| engine.trusted(&self.manifest.closed_codecs))?
     }
@@ -205,7 +208,7 @@ fn undone(
     Ok(())
 }
 
-/// All of a list, each once.
+/// The entries of a list in ascending order, without duplicates. Empties the list.
 fn sorted(list: &mut Vec<usize>) -> Vec<usize> {
     let mut list = std::mem::take(list);
     list.sort_unstable();
@@ -253,7 +256,7 @@ impl Call<'_> {
             let input = input.map_err(Failure::Device)?;
             let moments = match moments {
                 Some(both) => {
-                    // They have as many values as the tensor.
+                    // Moments have as many values as the tensor.
                     let width = spec.dtype.value_width() as u64;
                     let part = |m: DeviceMemory| {
                         let each = m.bytes() / (to.bytes() / width).max(1);
@@ -309,7 +312,7 @@ impl Call<'_> {
             let start = batch.len.next_multiple_of(LINE);
             batch.len = start + span.bytes();
             load.pieces.push((start, span.object, span.first, span.bytes()));
-            // Each value is counted once, as that of the checkpoint itself.
+            // Each value is counted once, with the checkpoint itself.
             let own = span.jobs.iter().filter(|_| self.counted);
             load.counted += own.flat_map(|j| &j.1.pieces).map(|p| p.to.bytes()).sum::<u64>();
             for (_, job) in std::mem::take(&mut span.jobs) {
@@ -325,14 +328,14 @@ impl Call<'_> {
 /// What is read for a batch.
 #[derive(Default)]
 struct Load {
-    /// In ascending order, each: where it starts in the batch, an object, the first byte there, and bytes.
+    /// In ascending order: start in the batch, object, first byte there, and number of bytes.
     pieces: Vec<(usize, u32, u64, usize)>,
-    /// Bytes of values that count.
+    /// Bytes of values that count as progress.
     counted: u64,
 }
 
 impl Load {
-    /// Reads what lies in the batch from `at` on. Nothing lies between pieces.
+    /// Fills `part`, the bytes of the batch from `at` on. Gaps between pieces are not filled.
     fn read(&self, call: &Call<'_>, at: usize, part: &mut [u8]) -> Result<(), Failure> {
         let end = at + part.len();
         let first = self.pieces.partition_point(|(start, .., len)| start + len <= at);

@@ -14,8 +14,8 @@ use super::temporary::Temporary;
 use super::{ReadAt, Sink};
 use crate::error::{Error, Result};
 
-/// Writes a local file under a temporary name in the same folder, or none; `commit` syncs it, renames it
-/// and syncs the folder.
+/// Writes a local file under a temporary name in the same folder, or without a name; `commit` syncs
+/// it, renames it and syncs the folder.
 pub(crate) struct FileSink {
     name: String,
     out: Out,
@@ -25,7 +25,7 @@ pub(crate) struct FileSink {
 
 /// Writes of fewer bytes than this are collected.
 const SMALL_WRITE: usize = 4 << 10;
-/// As many bytes of them, at most.
+/// Most bytes that are collected.
 const SMALL_WRITES: usize = 64 << 10;
 
 enum Out {
@@ -42,9 +42,10 @@ enum Out {
 /// Whether a file is written through a mapping.
 #[cfg(target_os = "linux")]
 enum Mapping {
-    /// So far plainly, with so many bytes until that is found out: a small file is not worth the question.
+    /// Not decided yet: this many more bytes are written plainly first, since a small file is not
+    /// worth finding out.
     NotYet(usize),
-    /// No: one thread writes as fast as several, or others could cut the file.
+    /// No: one thread writes as fast as several, or others could truncate the file.
     No,
     Yes(Mapped),
 }
@@ -59,7 +60,8 @@ impl Mapping {
         if let Self::NotYet(left) = self {
             *self = match left.checked_sub(bytes) {
                 Some(left) => Self::NotYet(left),
-                // Memory that is mapped goes when somebody else cuts the file: nobody may find it.
+                // Mapped memory is lost when somebody else truncates the file, so nobody else may
+                // be able to open it.
                 None if file.is_unnamed() => Mapped::of(file.as_file()).map_or(Self::No, Self::Yes),
                 None => Self::No,
             };
@@ -75,12 +77,13 @@ impl FileSink {
     pub(super) fn create(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let fail = |action, e| Error::io(&name, action, e);
-        // A link stays a link: its target is replaced, or made.
+        // A link stays a link: its target is replaced, or created.
         let path = behind_links(path);
         let existing = match fs::metadata(&path) {
             Ok(meta) => Some(meta),
             Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            // Better now than when everything is written: a name that is too long, for instance.
+            // Fails now rather than when everything is written: because a name is too long, for
+            // instance.
             Err(e) => return Err(fail("create", e)),
         };
         if existing.as_ref().is_some_and(fs::Metadata::is_dir) {
@@ -90,7 +93,7 @@ impl FileSink {
             let file = File::options().write(true).open(&path).map_err(|e| fail("create", e))?;
             return Ok(Self { out: Out::Direct(file), name, small: vec![] });
         }
-        // Refuse now what renaming over the file would silently get around.
+        // Refuses a read-only file now: renaming over it would succeed.
         if existing.as_ref().is_some_and(|m| m.permissions().readonly()) {
             return Err(fail("create", io::Error::from(io::ErrorKind::PermissionDenied)));
         }
@@ -153,7 +156,8 @@ impl FileSink {
     }
 }
 
-/// The path that a chain of links ends at, whether there is a file or not: what opening it would open.
+/// The path that a chain of links ends at, whether there is a file or not: the one that opening
+/// `path` would open.
 fn behind_links(path: &Path) -> PathBuf {
     if let Ok(real) = fs::canonicalize(path) {
         return real;
@@ -219,7 +223,7 @@ fn write_both(file: &mut File, first: &[u8], second: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Puts a file that is complete where it belongs, durably.
+/// Publishes a complete file at its path, durably.
 fn commit(
     file: Temporary,
     path: &Path,
@@ -240,7 +244,7 @@ fn sync_folder(_: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes to a stream of the caller's.
+/// Writes to a caller's stream.
 pub(super) struct StreamSink(pub(super) Box<dyn Write + Send>);
 
 impl Sink for StreamSink {

@@ -24,9 +24,10 @@ const TMPFS: u64 = 0x0102_1994;
 const LEAST_THREADS: [usize; 2] = [2, 6];
 /// Fewer bytes are not worth a mapping.
 const LEAST_BYTES: usize = 1 << 20;
-/// The least and the most bytes that one thread maps, half of what it wrote between these: each
-/// time the kernel empties a list of every processor first, which takes as long as writing some megabytes
-/// where all are busy, and at the end some of what was mapped is given back.
+/// The least and the most bytes that one thread maps at a time; between these, half of what it
+/// wrote so far. Mapping less would be slow: each time, the kernel first empties a list of every
+/// processor, which takes as long as writing some megabytes if all are busy. Mapping more would
+/// waste what is given back at the end.
 const WINDOW: (u64, u64) = (8 << 20, 64 << 20);
 
 /// How a file is written: many threads map the bytes that they append, one maps block after block.
@@ -34,9 +35,9 @@ pub(super) struct Mapped {
     least_threads: [usize; 2],
     /// Whether huge pages have been available so far.
     huge: AtomicBool,
-    /// What one thread fills: the end of the file, and where it starts there.
+    /// The region at the end of the file that one thread fills, and its offset in the file.
     window: Option<(Region, u64)>,
-    /// Bytes that one thread was given so far.
+    /// Bytes that one thread has appended so far.
     appended: u64,
 }
 
@@ -57,8 +58,8 @@ impl Mapped {
         pool.current_num_threads() >= least && bytes >= LEAST_BYTES
     }
 
-    /// Appends bytes where the file's cursor is, and moves the cursor after them. The file may be longer
-    /// than that until [`Mapped::end`].
+    /// Appends bytes where the file's cursor is, and moves the cursor after them. The file may
+    /// extend beyond the cursor until [`Mapped::end`].
     ///
     /// # Errors
     /// As of `write`.
@@ -94,10 +95,10 @@ impl Mapped {
         region.bytes().get_mut(usize::try_from(at - *start).ok()?..)
     }
 
-    /// Lengthens the file by huge pages; `None` if there are none. Then a plain write says what is wrong,
-    /// if anything is.
+    /// Extends the file by huge pages; `None` if there are none. A plain write then reports what is
+    /// wrong, if anything is.
     fn next_window(&mut self, file: &File, at: u64) -> io::Result<Option<(Region, u64)>> {
-        // What is full is let go of first.
+        // Unmaps the full window first.
         self.window = None;
         if !self.huge.load(Ordering::Relaxed) {
             return Ok(None);
@@ -111,7 +112,7 @@ impl Mapped {
         Ok(found.map(|region| (region, at)))
     }
 
-    /// Cuts the file where its cursor is, after [`Mapped::append`].
+    /// Truncates the file at its cursor, after [`Mapped::append`].
     ///
     /// # Errors
     /// Those of the system.
@@ -126,7 +127,7 @@ impl Mapped {
     }
 
     /// Appends parts where the file's cursor is, at its end, and moves the cursor after them.
-    /// `false`: this file cannot be written so, and the cursor is where it was.
+    /// `false`: this file cannot be written this way, and the cursor has not moved.
     ///
     /// # Errors
     /// As of `write`: no room, a file that is too long.
@@ -148,8 +149,8 @@ impl Mapped {
         let end = at + len as u64;
         ftruncate(&*file, end)?;
         #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
-        // SAFETY: the file was made for this writer and has no name: nobody else writes or cuts it.
-        // `fill` touches blocks that `secure` has seen to.
+        // SAFETY: the file was made for this writer and has no name, so nobody else writes or
+        // truncates it. `fill` only touches blocks whose pages `secure` has allocated.
         let region = unsafe { Region::map(file, start, skip + len) };
         let Ok(mut region) = region else { return Ok(false) };
         let fill = |(i, block): (usize, &mut [u8])| {
@@ -171,11 +172,11 @@ impl Mapped {
     /// `first` on; those before it are written.
     fn secure(&self, file: &File, at: u64, first: usize, block: &mut [u8]) -> io::Result<()> {
         if block.len() == HUGE && self.huge.load(Ordering::Relaxed) {
-            // A huge page takes the place of one page at least.
+            // A huge page can only replace a range that has at least one page.
             file.write_all_at(&[0], at + first as u64)?;
             match collapse(block) {
                 Ok(()) => return Ok(()),
-                // Pages that others look at just now.
+                // Some pages are in use elsewhere right now.
                 Err(e) if [Some(libc::EAGAIN), Some(libc::EBUSY)].contains(&e.raw_os_error()) => {}
                 Err(_) => self.huge.store(false, Ordering::Relaxed),
             }
@@ -190,7 +191,8 @@ impl Mapped {
     }
 }
 
-/// Fills `to` with what follows the first `from` bytes of parts, each given with where it starts.
+/// Fills `to` with the bytes that follow the first `from` bytes of parts, each given with where it
+/// starts.
 fn copy_from(parts: &[(usize, &[u8])], from: usize, mut to: &mut [u8]) {
     let first = parts.partition_point(|(start, part)| start + part.len() <= from);
     for (start, part) in &parts[first..] {
@@ -201,23 +203,23 @@ fn copy_from(parts: &[(usize, &[u8])], from: usize, mut to: &mut [u8]) {
     }
 }
 
-/// Huge pages at the end of a file, which has `at` bytes.
+/// Appends huge pages to a file, which has `at` bytes, and maps them.
 fn huge_pages(file: &File, at: u64, len: usize) -> io::Result<Region> {
     ftruncate(file, at + len as u64)?;
     #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
-    // SAFETY: as in `Mapped::write`; it is used once the file has the pages.
+    // SAFETY: as in `Mapped::write`; the region is used only once the file has the pages.
     let mut region = unsafe { Region::map(file, at, len)? };
-    // A huge page takes the place of one page at least.
+    // A huge page can only replace a range that has at least one page.
     (0..len).step_by(HUGE).try_for_each(|i| file.write_all_at(&[0], at + i as u64))?;
     collapse(region.bytes())?;
     Ok(region)
 }
 
-/// Fills a new file, of which [`Mapped::of`] said that it may be mapped, with parts of `len` bytes together, through
+/// Fills a new file, which [`Mapped::of`] has accepted, with parts of `len` bytes together, through
 /// huge pages alone.
 ///
 /// # Errors
-/// As of `write`, and where there are no huge pages.
+/// As of `write`, and if there are no huge pages.
 pub(super) fn write_huge(file: &File, parts: &[impl AsRef<[u8]>], len: usize) -> io::Result<()> {
     if !has_huge_pages() {
         return Err(io::ErrorKind::Unsupported.into());
@@ -238,8 +240,8 @@ pub(super) fn is_memory(folder: &std::path::Path) -> bool {
     statfs(folder).is_ok_and(|stat| u64::try_from(stat.f_type) == Ok(TMPFS))
 }
 
-/// Whether the kernel's huge pages have the size of a block. With others `MADV_COLLAPSE` of a block
-/// could do nothing, and call it done.
+/// Whether the kernel's huge pages have the size of a block. With another size, `MADV_COLLAPSE` of
+/// a block could do nothing and report success.
 fn has_huge_pages() -> bool {
     let size = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
     size.is_ok_and(|size| size.trim().parse() == Ok(HUGE))
@@ -253,7 +255,7 @@ mod tests {
 
     use super::*;
 
-    /// A file in memory, which is one of tmpfs, and how two threads write it.
+    /// A file in memory, which is on tmpfs, and how two threads write it.
     fn file() -> (File, Mapped, ThreadPool) {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(memfd_create("s4weights-test", flags).unwrap());
@@ -336,7 +338,7 @@ mod tests {
         let refused = mapped.append(&mut file, &vec![2; 2 << 20]).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
         let (mut file, mut mapped, _) = self::file();
-        // It lets no mapping that writes be made any more.
+        // This seal forbids new writable mappings.
         fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
         let refused = mapped.append(&mut file, &vec![2; 2 << 20]).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
@@ -355,7 +357,7 @@ mod tests {
     #[test]
     fn a_file_that_cannot_be_mapped_is_left_to_plain_writes() {
         let (mut file, mapped, pool) = file();
-        // It lets no mapping that writes be made any more.
+        // This seal forbids new writable mappings.
         fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
         assert!(!mapped.write(&mut file, &pool, &[&vec![2; 2 << 20]]).unwrap());
         assert_eq!(file.stream_position().unwrap(), 0);

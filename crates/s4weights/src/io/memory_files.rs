@@ -13,7 +13,8 @@ use super::temporary::Temporary;
 /// Objects of fewer bytes are not worth a mapping.
 const LEAST: usize = 8 << 20;
 
-/// Writes large objects through huge pages: the system gives, and later reads, one where it would 512 small ones.
+/// Writes large objects through huge pages: the system allocates, and later reads, one of them in
+/// place of 512 small ones.
 #[derive(Debug)]
 pub(crate) struct MemoryFiles;
 
@@ -27,7 +28,8 @@ impl PutFiles for MemoryFiles {
             return Ok(false);
         }
         let file = Temporary::create(folder, name, None)?;
-        // Memory that is mapped goes when somebody else cuts the file: nobody may find it.
+        // Mapped memory is lost when somebody else truncates the file, so nobody else may be able
+        // to open it.
         if !file.is_unnamed() || Mapped::of(file.as_file()).is_none() {
             return Ok(false);
         }
@@ -79,7 +81,7 @@ mod tests {
             }
             assert!(done.unwrap());
             assert!(fs::read(&path).unwrap() == all, "{parts:?}");
-            // What is there is not replaced, and nothing is left behind.
+            // An existing object is not replaced, and nothing is left behind.
             let other = self::payload(&[10 << 20]).0;
             assert_eq!(
                 MemoryFiles.put(&path, &other).unwrap_err().kind(),

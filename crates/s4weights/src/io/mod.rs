@@ -65,8 +65,9 @@ pub enum Source {
 /// A target for the bytes of a file: implement it to write anywhere besides a path, URL or
 /// stream.
 ///
-/// Bytes come one after the other. Nothing is visible before [`Sink::commit`], and a sink that is dropped
-/// before leaves nothing behind: a save that fails, is cancelled or is given up just drops it.
+/// Bytes come one after the other. Nothing is visible before [`Sink::commit`], and a sink that is
+/// dropped before that leaves nothing behind: a save that fails, is cancelled or is given up just
+/// drops it.
 ///
 /// ```
 /// use std::sync::{Arc, Mutex};
@@ -130,7 +131,7 @@ pub trait ReadAt: Send + Sync {
     /// If it cannot be read, or the range reaches beyond the end, most often [`Error::Io`].
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
-    /// Some of its bytes, where they are in memory: then they are not copied. `None` if they are not, or if
+    /// A range of its bytes without a copy, if they are in memory. `None` if they are not, or if
     /// the range reaches beyond the end.
     fn in_memory(&self, range: Range<u64>) -> Option<Bytes> {
         let _ = range;
@@ -203,8 +204,8 @@ enum Resolved {
     Remote(Arc<dyn ObjectStore>, ObjectPath),
 }
 
-/// Checks the names of object-store options where a path, a stream or bytes are used, which ignore them;
-/// as for a checkpoint store in a folder.
+/// Checks the names of object-store options for paths, streams and bytes, which ignore the options;
+/// the same check as for a checkpoint store in a folder.
 ///
 /// # Errors
 /// `Argument` for a name that means nothing anywhere.
@@ -245,8 +246,8 @@ fn retry(deadline: Option<Duration>) -> Retry {
     deadline.map_or_else(Retry::default, Retry::within)
 }
 
-/// Opens a target: its name for messages, and the sink. `deadline` is for each request to a server, with
-/// its repetitions.
+/// Opens a target: its name for messages, and the sink. `deadline` is for each request to a server,
+/// with its retries.
 pub(crate) fn open_sink(target: Target, deadline: Option<Duration>) -> Result<(String, OpenSink)> {
     let upload = |name: String, store, path| -> Result<(String, OpenSink)> {
         let sink = object::UploadSink::create(&name, store, path, retry(deadline))?;
@@ -269,7 +270,7 @@ pub(crate) fn open_sink(target: Target, deadline: Option<Duration>) -> Result<(S
     }
 }
 
-/// Opens a source: its name for messages, and the reader. `deadline` as of [`open_sink`].
+/// Opens a source: its name for messages, and the reader. `deadline` as for [`open_sink`].
 pub(crate) fn open_source(
     source: Source,
     deadline: Option<Duration>,

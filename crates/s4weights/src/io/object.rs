@@ -22,11 +22,12 @@ const PART: usize = 32 << 20;
 const MAX_PARTS: usize = 10_000;
 /// Parts in flight at once: with the one being filled, what an upload holds in memory.
 const IN_FLIGHT: usize = 3;
-/// How long giving up an upload may take, and how long if the caller wants to stop.
+/// How long aborting an upload may take, and how long if the caller has stopped the work.
 const ABORT: Duration = Duration::from_secs(10);
 const STOPPED_ABORT: Duration = Duration::from_millis(300);
 
-/// The threads of one file's requests. They end with it, unless one looks up a name still.
+/// The threads of one file's requests. They end with it, unless one is still looking up a host
+/// name.
 struct Threads(Option<Runtime>);
 
 impl Threads {
@@ -73,7 +74,7 @@ pub(super) struct UploadSink {
     path: Path,
     buffer: Vec<u8>,
     upload: Option<Box<dyn MultipartUpload>>,
-    /// What was there before a multipart upload.
+    /// The object that was there before a multipart upload.
     before: Option<ObjectMeta>,
     parts: usize,
     len: u64,
@@ -131,7 +132,7 @@ impl UploadSink {
         Ok(())
     }
 
-    /// What is there now.
+    /// The object that is there now.
     fn look(&self) -> Result<Option<ObjectMeta>> {
         let head = || self.store.head(&self.path);
         match self.threads.block_on(self.retrier.run("look up", self.path.as_ref(), 0, head))? {
@@ -161,8 +162,8 @@ impl UploadSink {
         Ok(())
     }
 
-    /// Makes an object of the parts. The request cannot be repeated; where its answer is lost, what is
-    /// there afterwards tells.
+    /// Combines the parts to an object. The request cannot be repeated; if its answer is lost, the
+    /// object that is there afterwards tells whether it succeeded.
     fn complete(&mut self, mut upload: Box<dyn MultipartUpload>) -> Result<()> {
         let deadline = self.deadline;
         let done = self
@@ -245,7 +246,7 @@ impl Drop for UploadSink {
             part.abort();
         }
         let Some(mut upload) = self.upload.take() else { return };
-        // Whoever stopped the save does not wait for a server that may never answer.
+        // A caller that stopped the save does not wait for a server that may never answer.
         let stopped = interrupt::is_stopped();
         let most = if stopped { STOPPED_ABORT } else { ABORT };
         let abort = async { tokio::time::timeout(most, upload.abort()).await };

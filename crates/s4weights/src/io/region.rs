@@ -7,10 +7,11 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
-/// Bytes of a huge page where pages have 4 KiB, and what regions are aligned to.
+/// Bytes of a huge page if pages have 4 KiB, and the alignment of regions.
 pub(super) const HUGE: usize = 2 << 20;
 
-/// Bytes of a file, mapped to be written: as far into a huge page in memory as in the file.
+/// Bytes of a file, mapped for writing, at the same offset within a huge page in memory as in the
+/// file.
 pub(super) struct Region {
     /// All that is reserved in the address space: more than is mapped.
     reserved: *mut libc::c_void,
@@ -28,8 +29,8 @@ impl Region {
     /// Maps `len` bytes of a file from `at` on, a multiple of [`HUGE`].
     ///
     /// # Safety
-    /// Nobody but the holder writes or cuts the file while the region lives, and the holder touches
-    /// no page that the file does not have: the file system may have no room for it.
+    /// Nobody but the holder writes or truncates the file while the region lives, and the holder
+    /// touches no page that the file does not have: the file system may have no room for it.
     pub(super) unsafe fn map(file: &File, at: u64, len: usize) -> io::Result<Self> {
         let at = libc::off_t::try_from(at).map_err(io::Error::other)?;
         let reserved_len = len.checked_add(HUGE).ok_or(io::ErrorKind::OutOfMemory)?;
@@ -46,7 +47,7 @@ impl Region {
         let region = Self { reserved, reserved_len, start, len };
         let (both, flags) =
             (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: in place of part of what was reserved just now.
+        // SAFETY: replaces part of what was reserved just now.
         let mapped = unsafe { libc::mmap(start.cast(), len, both, flags, file.as_raw_fd(), at) };
         if mapped == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -56,8 +57,8 @@ impl Region {
 
     /// Its bytes.
     pub(super) fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: mapped as long as `self` lives, and borrowed from it; who made it keeps others
-        // away from the file.
+        // SAFETY: mapped as long as `self` lives, and borrowed from it; whoever called `map` keeps
+        // others away from the file.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }

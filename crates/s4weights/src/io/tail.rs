@@ -7,15 +7,15 @@ use bytes::Bytes;
 use super::ReadAt;
 use crate::error::Result;
 
-/// The last bytes of a file that are read first: footer, manifest and index of most files, and all of a
-/// small one.
+/// How many of a file's last bytes are read first: footer, manifest and index of most files, and
+/// all of a small one.
 const TAIL: u64 = 64 << 10;
 
-/// A file that is read once, at its end, before anything else is.
+/// A file whose end is read once, before anything else is.
 pub(crate) struct TailSource {
     source: Box<dyn ReadAt>,
     tail: Bytes,
-    /// Where that begins in the file.
+    /// Where the tail begins in the file.
     from: u64,
 }
 

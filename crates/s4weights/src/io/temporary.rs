@@ -12,7 +12,7 @@ use tempfile::NamedTempFile;
 /// The longest name that common file systems allow is 255 bytes; the rest is for what makes it unique.
 const LONGEST_STEM: usize = 200;
 
-/// A file that becomes another one when it is complete; dropped, it is gone.
+/// A file that gets its final name when it is complete, and is gone if it is dropped before.
 pub(super) enum Temporary {
     Named(NamedTempFile),
     /// Without a name until it is complete, so that nobody else can open it.
@@ -25,8 +25,8 @@ pub(super) enum Temporary {
 }
 
 impl Temporary {
-    /// For a file of this name in this folder. It has the permissions of the file that it replaces, or
-    /// else those of any new file.
+    /// Makes one for a file of this name in this folder. It has the permissions of the file that it
+    /// replaces, or else those of any new file.
     pub(super) fn create(folder: &Path, name: &OsStr, old: Option<&Metadata>) -> io::Result<Self> {
         let prefix = format!(".{}.", stem(name));
         #[cfg(target_os = "linux")]
@@ -61,19 +61,19 @@ impl Temporary {
         !matches!(self, Self::Named(_))
     }
 
-    /// Gives a file without a name one, which no other has.
+    /// Gives a file without a name this one, which must not exist yet.
     #[cfg(target_os = "linux")]
     pub(super) fn link(&self, path: &Path) -> io::Result<()> {
         link(self.as_file(), path)
     }
 
-    /// Puts it in the place of the file at `path`, which is in its folder.
+    /// Renames it to `path`, which is in its folder, in place of any file there.
     pub(super) fn publish(self, path: &Path) -> io::Result<()> {
         let named = match self {
             Self::Named(file) => file,
             #[cfg(target_os = "linux")]
             Self::Unnamed { file, folder, prefix } => {
-                // A name of its own first: a link never replaces a file, renaming does.
+                // A unique name first: linking never replaces a file, but renaming does.
                 let link = |path: &Path| link(&file, path);
                 let named = builder(&prefix).make_in(&folder, link)?;
                 return named.persist(path).map_err(|e| e.error);
@@ -105,15 +105,15 @@ fn stem(name: &OsStr) -> String {
     name[..end].to_owned()
 }
 
-/// Owner and permissions of the file that is replaced: whoever overwrites a file in place changes
-/// neither.
+/// Takes over owner and permissions of the file that is replaced, since overwriting it in place
+/// would change neither.
 #[cfg(unix)]
 fn take_over(file: &File, old: Option<&Metadata>) -> io::Result<()> {
     use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
     let Some(old) = old else { return Ok(()) };
     let new = file.metadata()?;
     if (new.uid(), new.gid()) != (old.uid(), old.gid()) {
-        // Only root may give files away; a group of one's own anyone may choose.
+        // Only root may change the owner, but anyone may choose among their own groups.
         let owner = (new.uid() != old.uid()).then_some(old.uid());
         if fchown(file, owner, Some(old.gid())).is_err() {
             let _ = fchown(file, None, Some(old.gid()));
@@ -136,7 +136,7 @@ fn unnamed(folder: &Path) -> Option<File> {
     }
     let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
     let file = File::from(open(folder, flags, Mode::from_raw_mode(0o666)).ok()?);
-    // Without this it could never be given a name.
+    // Without `/proc` it could never be given a name.
     fs::metadata(descriptor(&file)).is_ok().then_some(file)
 }
 

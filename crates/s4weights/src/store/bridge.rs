@@ -1,5 +1,5 @@
-//! Between threads that wait and a runtime that does not: the store's requests run on threads of
-//! their own, and any other thread may wait for them.
+//! Connects blocking callers with async code: the store's requests run on threads of their own, and
+//! any other thread may wait for them.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, resume_unwind};
@@ -23,7 +23,7 @@ use crate::parallel::lock;
 /// How long a commit or a clean-up may still take after the caller cancelled.
 const GRACE: Duration = Duration::from_millis(400);
 
-/// Threads that requests run on. They wait for most of their time.
+/// Threads that requests run on. Most of the time they wait.
 const WORKERS: usize = 2;
 
 /// Runs requests for threads that wait for them. Clones share the threads, which end with the last.
@@ -59,10 +59,10 @@ impl Bridge {
         &self.target
     }
 
-    /// Names the store.
+    /// Adds the store's name to an error.
     pub(crate) fn error(&self, source: s4_store::Error) -> Error {
         match source {
-            // What this crate's own code said when the store called it.
+            // An error of this crate's own code, which the store called.
             s4_store::Error::Callback(inner) => match inner.downcast::<Error>() {
                 Ok(own) => *own,
                 Err(inner) => self.error_of(s4_store::Error::Callback(inner)),
@@ -87,8 +87,8 @@ impl Bridge {
         Ok(self.owned.0.as_ref().ok_or_else(|| self.stopped())?.spawn(work))
     }
 
-    /// Waits for a future, on any thread: also on one that must not block a runtime of its own. When
-    /// the caller's work is stopped the future is dropped.
+    /// Waits for a future, on any thread: also on one that must not block a runtime of its own. If
+    /// the caller's work is stopped, the future is dropped.
     pub(crate) fn wait<T: Send + 'static>(
         &self,
         work: impl Future<Output = T> + Send + 'static,
@@ -104,7 +104,7 @@ impl Bridge {
         self.wait(work)?.map_err(|e| self.error(e))
     }
 
-    /// As [`Bridge::wait`], while the caller may say that it is to stop: the work is dropped then.
+    /// As [`Bridge::wait`], but also asks the caller whether to go on. If not, the work is dropped.
     pub(crate) fn wait_asking<T: Send + 'static>(
         &self,
         asker: &Asker,
@@ -183,7 +183,7 @@ impl Asker {
         Self(callback.map(|callback| Arc::new(Asked { callback, last })))
     }
 
-    /// What the work is to call.
+    /// The progress function for the work to call.
     pub(crate) fn callback(&self) -> Option<ProgressFn> {
         let asked = Arc::clone(self.0.as_ref()?);
         Some(Arc::new(move |progress| {
@@ -200,7 +200,7 @@ impl Asker {
     }
 }
 
-/// What an object of a group of tensors is called in the store's manifest.
+/// The kind that the store's manifest gives to objects of each group of tensors.
 const KINDS: [&str; 4] = ["weights", "optimizer", "other", "more"];
 
 /// The group of tensors that an object of this kind holds.
@@ -209,8 +209,8 @@ pub(crate) fn group_of(kind: &str) -> u8 {
     found.and_then(|i| u8::try_from(i).ok()).unwrap_or(0)
 }
 
-/// Hands a writer's objects to the future that uploads them. At most one waits between the two; the store
-/// decides how many uploads are in flight.
+/// Hands a writer's objects to the future that uploads them. The channel limits how many wait
+/// between the two; the store decides how many uploads are in flight.
 pub(crate) struct ChannelSink {
     pub(crate) bridge: Bridge,
     pub(crate) asker: Asker,
@@ -235,7 +235,7 @@ impl ObjectSink for ChannelSink {
     }
 }
 
-/// Uploads what comes until nothing more does. A failure closes the channel.
+/// Uploads objects until no more come. A failure closes the channel.
 pub(crate) async fn upload(
     attempt: &mut Attempt,
     mut objects: Receiver<DataObject>,

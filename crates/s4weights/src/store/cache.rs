@@ -22,7 +22,7 @@ use crate::store::bridge::ChannelSink;
 #[derive(Default)]
 pub(crate) struct ObjectCache {
     objects: BTreeMap<u32, (Digest, PutPayload)>,
-    /// Objects that there were.
+    /// How many objects there were in all.
     count: usize,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct CachingSink {
 }
 
 impl CachingSink {
-    /// A sink, and what it keeps.
+    /// A sink, and the cache that it fills.
     pub(crate) fn new(sink: ChannelSink) -> (Self, Arc<Mutex<ObjectCache>>) {
         let cache = Arc::<Mutex<ObjectCache>>::default();
         (Self { sink, cache: Arc::clone(&cache) }, cache)
@@ -58,13 +58,13 @@ impl ObjectCache {
         std::mem::take(&mut lock(cache))
     }
 
-    /// Whether nothing else has to be read.
+    /// Whether all objects of the checkpoint are kept.
     pub(crate) fn is_whole(&self) -> bool {
         self.objects.len() == self.count
     }
 
-    /// Opens a checkpoint of which all objects are kept. `parent` is the checkpoint that it is a difference from, if it is
-    /// one: `None` if that is not there.
+    /// Opens a checkpoint all of whose objects are kept. `parent` is its parent, if it is a delta.
+    /// Returns `None` for a delta without one.
     ///
     /// # Errors
     /// As [`Reader::open_objects`].
@@ -86,13 +86,13 @@ impl ObjectCache {
     }
 }
 
-/// Objects of checkpoints of which this process does not have all, by their hash: where other processes store parts of
-/// one, the number of an object is not known until all parts are put together.
+/// Objects of checkpoints that this process keeps in part, by hash: where other processes store
+/// other parts of a checkpoint, an object's number is unknown until the parts are merged.
 #[derive(Default)]
 pub(crate) struct KeptObjects(Mutex<Vec<(CheckpointId, HashMap<Digest, PutPayload>)>>);
 
 impl KeptObjects {
-    /// Keeps what was stored of a checkpoint, and of the others only what belongs to `chain`.
+    /// Keeps the stored objects of a checkpoint, and of other checkpoints only those in `chain`.
     pub(crate) fn keep(&self, id: CheckpointId, chain: &[CheckpointId], stored: ObjectCache) {
         let mut kept = lock(&self.0);
         kept.retain(|(of, _)| *of == id || chain.contains(of));
@@ -137,7 +137,7 @@ impl<S: ObjectSource> ObjectSource for PartlyKept<S> {
     }
 
     fn request_size(&self) -> usize {
-        // What a rank needs again is what it stored.
+        // A rank needs again what it stored itself, which is in memory.
         LOCAL_REQUEST
     }
 }

@@ -25,17 +25,17 @@ use crate::writer::Writer;
 /// compared. An error keeps it from being listed.
 pub type ListingFn = Arc<dyn Fn(CheckpointId) -> Result<()> + Send + Sync>;
 
-/// How a checkpoint comes in.
+/// How a checkpoint is imported.
 #[derive(Clone, Default)]
 pub struct ImportOptions {
     /// Finite numbers that retention can choose by.
     pub metrics: BTreeMap<String, f64>,
-    /// Words for people and tools.
+    /// Free text for people and tools.
     pub tags: BTreeMap<String, String>,
     /// Write a base, whatever the policy says.
     pub base: bool,
-    /// A checkpoint that is newer than this one, though it was listed first. One that is not listed (any
-    /// more) does not count.
+    /// A listed checkpoint that counts as newer than the imported one, though it was listed first.
+    /// Ignored if it is not listed (any more).
     pub before: Option<CheckpointId>,
     /// Called with the progress; can cancel the import until it is listed.
     pub progress: Option<ProgressFn>,
@@ -47,13 +47,13 @@ pub struct ImportOptions {
 type Upload = JoinHandle<(Attempt, s4_store::Result<()>)>;
 
 impl CheckpointStore {
-    /// Saves what a file holds, as [`CheckpointStore::save`] does with tensors: as a delta of an earlier
-    /// checkpoint if that is smaller. What was stored is read back and compared, value by value, before it is
-    /// listed. A few tensors are in memory at a time.
+    /// Saves what a file holds, as [`CheckpointStore::save`] does with tensors: as a delta of an
+    /// earlier checkpoint if that is smaller. What was stored is read back and compared, value by
+    /// value, before it is listed. Only a few tensors are in memory at a time. The retention is not
+    /// applied.
     ///
     /// # Errors
-    /// As [`CheckpointStore::save`], those of reading the file, and those of `listing`. The retention is not
-    /// applied.
+    /// As [`CheckpointStore::save`], those of reading the file, and those of `listing`.
     pub fn import(&self, from: &Reader, step: u64, options: &ImportOptions) -> Result<Saved> {
         let mut history = interrupt::lock(&self.history)?;
         let chosen = match options.base {
@@ -145,13 +145,13 @@ impl CheckpointStore {
         Ok(Ready { staged, report, stages, why_base, kept: None })
     }
 
-    /// The position in time of what comes right before a checkpoint that is listed.
+    /// The position in time right before a listed checkpoint.
     pub(crate) fn position_before(&self, newer: Option<CheckpointId>) -> Result<Option<u64>> {
         let Some(newer) = newer else { return Ok(None) };
         Ok(self.state()?.get(newer).map(|newer| newer.order.saturating_sub(1)))
     }
 
-    /// Begins an attempt: its id, where its objects go, and what stores them.
+    /// Begins an attempt; returns its id, the sink for its objects, and the task that uploads them.
     fn begin_upload(
         &self,
         asker: &Asker,
@@ -175,7 +175,7 @@ impl CheckpointStore {
         Ok((id, ChannelSink { bridge, asker: asker.clone(), sender }, uploading))
     }
 
-    /// Waits for the objects, and stores the table of them and the index.
+    /// Waits for the uploads, and stores the table of objects and the index.
     pub(crate) fn end_upload(
         &self,
         asker: &Asker,
@@ -205,7 +205,7 @@ impl CheckpointStore {
         }
     }
 
-    /// Reads back what was stored, and compares it with what it came from.
+    /// Reads back what was stored, and compares it with its source.
     fn compare(
         &self,
         from: &Reader,
@@ -230,7 +230,7 @@ impl CheckpointStore {
     }
 }
 
-/// The group of each tensor, by its role: a file keeps no groups.
+/// The group of each tensor, from its role, since a file keeps no groups.
 fn groups(from: &Reader) -> Vec<u8> {
     let mut groups = vec![0; from.tensors().count()];
     for row in from.manifest().roles.iter().flat_map(|roles| &roles.tensors) {
@@ -242,7 +242,7 @@ fn groups(from: &Reader) -> Vec<u8> {
     groups
 }
 
-/// What the policy looks at.
+/// What the policy must know about tensors.
 pub(crate) fn infos<'a>(tensors: &[crate::write::TensorSource<'a>]) -> Vec<TensorInfo<'a>> {
     let info = |t: &crate::write::TensorSource<'a>| TensorInfo {
         name: t.name,

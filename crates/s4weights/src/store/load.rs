@@ -19,7 +19,7 @@ pub struct Loaded {
     reader: Arc<Reader>,
 }
 
-/// A checkpoint as bytes, for somewhere else: [`Reader::open_in_memory`] reads it.
+/// A checkpoint as bytes, to be moved elsewhere; [`Reader::open_in_memory`] opens it.
 #[derive(Debug, Clone)]
 pub struct StoredBytes {
     /// Its index.
@@ -76,8 +76,8 @@ pub fn is_damage(error: &Error) -> bool {
 }
 
 impl CheckpointStore {
-    /// Opens the newest checkpoint of a step; `None`: the newest of all. Of its chain only manifests
-    /// are read, in parallel.
+    /// Opens the newest checkpoint of a step; `None`: the newest of all. Only the manifests of its
+    /// chain are read, in parallel.
     ///
     /// # Errors
     /// [`Error::Store`] if there is none or the log cannot be read; [`Error::Checkpoint`] if it, or
@@ -96,8 +96,9 @@ impl CheckpointStore {
         self.load_from(&state, found.id(), None)
     }
 
-    /// Opens a checkpoint. `progress` is called as values are read from it. One that this handle has listed
-    /// is looked for in the log only if it, or what it needs, is not where it was.
+    /// Opens a checkpoint. `progress` is called as values are read from it. One that this handle
+    /// already knows is opened without reading the log, unless it, or an ancestor, turns out to be
+    /// damaged or gone.
     ///
     /// # Errors
     /// As [`CheckpointStore::load`].
@@ -114,8 +115,8 @@ impl CheckpointStore {
         self.load_from(&state, id, progress)
     }
 
-    /// Opens a checkpoint without its ancestors: tensors stored by themselves can be read, and the rest
-    /// applied ([`Reader::apply_into`]).
+    /// Opens a checkpoint without its ancestors: tensors that are not deltas can be read, and the
+    /// others applied ([`Reader::apply_into`]).
     ///
     /// # Errors
     /// As [`CheckpointStore::load`].

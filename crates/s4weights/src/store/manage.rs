@@ -20,8 +20,8 @@ pub struct CheckOptions {
     pub read_data: bool,
     /// Only these checkpoints and their ancestors; all if empty.
     pub only: Vec<CheckpointId>,
-    /// Told of the bytes of checkpoints that were checked, where data is read, and asked now and then
-    /// whether to go on.
+    /// If data is read: called with the bytes of the checkpoints that were checked, and now and
+    /// then to ask whether to go on.
     pub progress: Option<ProgressFn>,
 }
 
@@ -61,7 +61,7 @@ impl CheckpointStore {
         self.opener.bridge.ask(async move { store.pin(id).await })
     }
 
-    /// Ends a protection.
+    /// Ends the protection of a checkpoint.
     ///
     /// # Errors
     /// [`Error::Store`] if it is not listed.
@@ -79,8 +79,8 @@ impl CheckpointStore {
         self.opener.bridge.ask(async move { store.retire(&ids, &reason).await })
     }
 
-    /// Lists retired checkpoints again, and what they need, as long as no sweep has given them up.
-    /// Returns those, a base before its deltas.
+    /// Lists retired checkpoints, and the ancestors that they need, again, as long as no sweep has
+    /// given them up. Returns all that were listed again, a base before its deltas.
     ///
     /// # Errors
     /// [`Error::Store`] with a conflict if one is not retired or a sweep has given it up, with damage if
@@ -91,7 +91,7 @@ impl CheckpointStore {
     }
 
     /// Repairs the log of a store, or with `apply` false reports what a repair would do. Nothing
-    /// else may use the store meanwhile. Only the options of requests apply.
+    /// else may use the store meanwhile. Of `options`, only those for requests apply.
     ///
     /// # Errors
     /// [`Error::Store`] if the place fails.
@@ -109,8 +109,8 @@ impl CheckpointStore {
     /// Retires the checkpoints that a policy does not keep, and returns them.
     ///
     /// # Errors
-    /// [`Error::Store`] if checkpoints would go although none has a metric by which the best are to be
-    /// kept, or if the log cannot be read or written.
+    /// [`Error::Store`] if checkpoints would be retired although none has the metric by which to
+    /// keep the best, or if the log cannot be read or written.
     pub fn apply_retention(&self, policy: &Retention) -> Result<Vec<CheckpointId>> {
         let (store, policy) = (self.opener.store.clone(), policy.clone());
         self.opener.bridge.ask(async move { store.apply_retention(&policy).await })
@@ -164,8 +164,8 @@ impl CheckpointStore {
         self.opener.bridge.wait_asking(&asker, check)?.map_err(|e| self.error(e))
     }
 
-    /// Finds out whether several writers are safe at a place, which need not hold a store. Of the
-    /// options those of requests count.
+    /// Finds out whether several writers are safe at a place, which need not hold a store. Of
+    /// `options`, only those for requests apply.
     ///
     /// # Errors
     /// [`Error::Store`] if it cannot be written to.
@@ -179,18 +179,19 @@ impl CheckpointStore {
         bridge.ask(async move { place.probe(&options.requests).await })
     }
 
-    /// Tries the place again and, where several writers are proved to be safe, opens a store that allows
-    /// one writer at a time to any number. Open it again to write to it.
+    /// Probes the place again and, if several writers prove to be safe, lets any number of writers
+    /// use a store that so far allows one at a time. Open it again to write to it.
     ///
     /// # Errors
-    /// [`Error::Store`] if they are not, if that could not be found out, or if another process writes.
+    /// [`Error::Store`] if several writers are not safe, if that could not be found out, or if
+    /// another process is writing.
     pub fn allow_many_writers(&self) -> Result<ProbeReport> {
         let store = self.opener.store.clone();
         self.opener.bridge.ask(async move { store.allow_many_writers().await })
     }
 
-    /// Removes the lease of a dead process from a store that allows one writer at a time, and names
-    /// those who held it.
+    /// Removes the lease of a dead process from a store that allows one writer at a time, and
+    /// returns who held it.
     ///
     /// # Errors
     /// [`Error::Store`] if the store allows many writers, or the lease cannot be removed.
@@ -221,7 +222,7 @@ impl Inspector for Values {
             let name = |e| chain.first().map_or(Error::Cancelled, |c| opener.about(c, e));
             let verify = || opener.open(&chain, &options)?.verify().map_err(name);
             match verify() {
-                // Bytes may be damaged on their way.
+                // Bytes may have been damaged in transit.
                 Err(e) if e.is_mismatch() => verify(),
                 other => other,
             }
@@ -233,7 +234,7 @@ impl Inspector for Values {
     fn checked(&mut self, checkpoint: &Checkpoint) {
         self.progress.done += checkpoint.about.data_len;
         if let Some(tell) = &self.tell {
-            // Whoever waits for the check asks whether to go on.
+            // The answer is not needed: the thread that waits for the check asks whether to go on.
             tell(self.progress);
         }
     }

@@ -70,14 +70,14 @@ use bridge::Bridge;
 use open::Opener;
 use parents::SaveHistory;
 
-/// Checkpoints that share a base, by default.
+/// Most checkpoints that share a base, by default.
 pub const DEFAULT_STORE_CHAIN: u32 = 16;
 
-/// Deltas that a restore reads, by default. Each takes about as long as the base (float32), or up to
-/// twice as long (bfloat16, saved at every step): `docs/measurements.md` has figures.
+/// Most deltas that a restore reads, by default. Each takes about as long as the base (float32), or
+/// up to twice as long (bfloat16, saved at every step): `docs/measurements.md` has figures.
 pub const DEFAULT_STORE_HOPS: u32 = 2;
 
-/// Checkpoints that may share a base.
+/// The largest [`StoreOptions::max_chain`].
 const MAX_SHARING: u32 = 4096;
 
 /// Options for using a store. (Its properties were fixed when it was created.)
@@ -98,17 +98,18 @@ pub struct StoreOptions {
     pub max_hops: u32,
     /// What stays listed after a save; `None`: everything.
     pub retention: Option<Retention>,
-    /// Bytes of memory for the values that later saves are deltas of, besides the buffers of a save (which
-    /// later saves reuse, and which the system may reclaim before that): those of the base, and of one more
-    /// checkpoint for each further hop. Each has an equal share. In it values are kept raw if they fit, or
-    /// else compressed if that fits, or else not at all: then every save reads them back from the store.
-    /// For tensors on devices, their frames are kept, and only those for which the engine's page-locked memory has no room
-    /// ([`s4_engine::cuda::CudaEngine::keep_frames`]) are copied to this. Of what is read back, samples for planning take up
-    /// to half as much again.
+    /// Bytes of memory for the values that later saves are deltas of: those of the base, and of one
+    /// more checkpoint for each further hop, with an equal share for each. Values are kept raw if
+    /// they fit their share, or else compressed if that fits, or else not at all: then every save
+    /// reads them back from the store. For tensors on devices, frames are kept instead, and only
+    /// those for which the engine's page-locked memory has no room
+    /// ([`s4_engine::cuda::CudaEngine::keep_frames`]) are copied to this memory. Not counted are
+    /// the buffers of a save, which later saves reuse and which the system may reclaim before that,
+    /// and the samples for planning where values are read back: up to half as much again.
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,
-    /// Bytes of an object, at most: 4 to 64 MiB.
+    /// Most bytes of an object: 4 to 64 MiB.
     pub object_bytes: usize,
     /// Requests, retries and uploads.
     pub requests: s4_store::StoreOptions,
@@ -138,7 +139,7 @@ impl StoreOptions {
             false => Err(Error::Argument(format!("{what}: {n}, 1 to {most} are allowed"))),
         };
         within("max_chain", self.max_chain, MAX_SHARING)?;
-        // A chain has the base as well.
+        // A chain includes the base.
         within("max_hops", self.max_hops, MAX_CHAIN as u32 - 1)
     }
 }
@@ -149,13 +150,13 @@ pub struct CheckpointStore {
     options: StoreOptions,
     /// What this handle saved last. Locked for as long as a save lasts.
     history: Mutex<SaveHistory>,
-    /// What was opened last.
+    /// The checkpoint that was opened last.
     opened: Mutex<Option<Reference>>,
-    /// For objects and for values that are kept.
+    /// Buffers for objects and for values that are kept.
     buffers: LargeBuffers,
-    /// What later saves are planned by.
+    /// Choices and samples that make the planning of later saves faster.
     plans: Arc<PlanMemory>,
-    /// The process that opened it.
+    /// Id of the process that opened the store.
     process: u32,
 }
 
@@ -164,7 +165,7 @@ pub struct CheckpointStore {
 pub(crate) enum ParentValues {
     /// In memory, raw or compressed.
     Memory(Arc<MemoryParent>),
-    /// In the frames of the checkpoint and those that it needs: in memory, or in the store.
+    /// In the frames of the checkpoint and its ancestors: in memory, or in the store.
     Frames(Arc<Reader>),
 }
 
@@ -176,7 +177,7 @@ impl ParentValues {
         }
     }
 
-    /// The open checkpoint.
+    /// The open checkpoint, if the values are in its frames.
     pub(crate) fn reader(&self) -> Option<Arc<Reader>> {
         match self {
             Self::Memory(_) => None,
@@ -191,7 +192,7 @@ const RELEASE: std::time::Duration = std::time::Duration::from_secs(5);
 impl Drop for CheckpointStore {
     /// Gives back the lease of a store that allows one writer at a time.
     fn drop(&mut self) {
-        // The threads of a parent process are not in its child.
+        // A forked child has none of its parent process's threads.
         if std::process::id() != self.process {
             return;
         }
@@ -228,8 +229,8 @@ impl CheckpointStore {
         Self::open_at(&open_place(url, storage)?, options)
     }
 
-    /// Opens a store to read it, also if its log is damaged: then it lists what can be proved, and
-    /// [`CheckpointStore::log_damage`] says what is wrong. Whatever would write fails.
+    /// Opens a store for reading, even if its log is damaged: then it lists what can be proved, and
+    /// [`CheckpointStore::log_damage`] says what is wrong. Calls that would write fail.
     ///
     /// # Errors
     /// As [`CheckpointStore::open`], except that a damaged log is no error.
@@ -253,7 +254,7 @@ impl CheckpointStore {
         Self::open_or_create_at(&open_place(url, storage)?, options)
     }
 
-    /// As [`CheckpointStore::create`], at a place of the caller's.
+    /// As [`CheckpointStore::create`], at a place that the caller made.
     ///
     /// # Errors
     /// As [`CheckpointStore::create`].
@@ -263,7 +264,7 @@ impl CheckpointStore {
         })
     }
 
-    /// As [`CheckpointStore::open`], at a place of the caller's.
+    /// As [`CheckpointStore::open`], at a place that the caller made.
     ///
     /// # Errors
     /// As [`CheckpointStore::open`].
@@ -275,7 +276,7 @@ impl CheckpointStore {
         )
     }
 
-    /// As [`CheckpointStore::open_read_only`], at a place of the caller's.
+    /// As [`CheckpointStore::open_read_only`], at a place that the caller made.
     ///
     /// # Errors
     /// As [`CheckpointStore::open_read_only`].
@@ -285,7 +286,7 @@ impl CheckpointStore {
         })
     }
 
-    /// As [`CheckpointStore::open_or_create`], at a place of the caller's.
+    /// As [`CheckpointStore::open_or_create`], at a place that the caller made.
     ///
     /// # Errors
     /// As [`CheckpointStore::open_or_create`].
@@ -323,7 +324,7 @@ impl CheckpointStore {
         self.opener.bridge.target()
     }
 
-    /// What the store below says of itself.
+    /// The store's description of itself, such as its id and how many processes may write.
     #[must_use]
     pub fn repo(&self) -> &Repo {
         self.opener.store.repo()

@@ -1,4 +1,4 @@
-//! The data objects of a checkpoint in the store, to be read.
+//! Reads the data objects of a checkpoint in the store.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -17,13 +17,13 @@ use crate::store::bridge::Bridge;
 /// Files of one checkpoint that are kept open.
 const OPEN_FILES: usize = 8;
 
-/// Reads through the store, and files of a local folder directly: that spares a thread and two
-/// copies.
+/// Reads through the store, except that files of a local folder are read directly: that saves a
+/// thread and two copies.
 pub(crate) struct StoredObjects {
     bridge: Bridge,
     reading: Reading,
     local: bool,
-    /// The newest last.
+    /// The most recently opened last.
     open: Mutex<Vec<(u32, Arc<File>)>>,
 }
 
@@ -58,7 +58,7 @@ impl ObjectSource for StoredObjects {
         if file.is_some_and(|file| read_exact_at(&file, buf, offset).is_ok()) {
             return Ok(true);
         }
-        // The store says what is wrong, if anything is.
+        // Reading through the store reports what is wrong, if anything is.
         fill_by_range(self, number, offset, buf)
     }
 
@@ -118,7 +118,7 @@ impl ObjectSource for HashedObjects {
         let object = self.object(number)?;
         let len = object.len();
         let at = |place: u64| usize::try_from(place).unwrap_or(len).min(len);
-        // What is not there is missed by the reader.
+        // The reader notices missing bytes.
         Ok(object.slice(at(range.start)..at(range.end).max(at(range.start))))
     }
 }

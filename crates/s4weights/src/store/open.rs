@@ -19,12 +19,12 @@ pub(crate) struct Opener {
     pub(crate) bridge: Bridge,
     pub(crate) store: Store,
     pub(crate) local: bool,
-    /// What this process keeps of checkpoints, where it does not have all of one.
+    /// Objects of checkpoints that this process keeps in part.
     pub(crate) kept: Arc<KeptObjects>,
 }
 
 impl Opener {
-    /// Names the checkpoint that an error is about.
+    /// Adds the checkpoint to an error about it.
     pub(crate) fn about(&self, checkpoint: &Checkpoint, source: Error) -> Error {
         match source {
             Error::Checkpoint { .. } | Error::Cancelled => source,
@@ -37,8 +37,8 @@ impl Opener {
         }
     }
 
-    /// Opens the first checkpoint of a chain, which has its base last: the manifests of all are read
-    /// side by side.
+    /// Opens the first checkpoint of a chain, which has its base last: all manifests are read in
+    /// parallel.
     pub(crate) fn open(&self, chain: &[Checkpoint], options: &ReadOptions) -> Result<Arc<Reader>> {
         let readings = chain.iter().map(|checkpoint| {
             let (store, checkpoint) = (self.store.clone(), checkpoint.clone());
@@ -60,8 +60,8 @@ impl Opener {
         parent.map(|(reader, _)| reader).ok_or_else(nothing)
     }
 
-    /// Opens one checkpoint, whose parent is not looked for. Streams of closed bitstreams are decoded: in
-    /// a checkpoint that has some, every object is compared with its hash before it is used.
+    /// Opens one checkpoint, without looking for its parent. Closed codecs are decoded: in a
+    /// checkpoint that uses any, every object is compared with its hash before it is used.
     pub(crate) fn open_one(
         &self,
         checkpoint: &Checkpoint,
@@ -71,7 +71,7 @@ impl Opener {
         self.open_reading(checkpoint.step(), checkpoint.id(), &reading, options)
     }
 
-    /// As [`Opener::open_one`], also of a checkpoint that is not listed yet.
+    /// As [`Opener::open_one`], for a checkpoint that may not be listed yet.
     pub(crate) fn open_reading(
         &self,
         step: u64,
@@ -89,8 +89,8 @@ impl Opener {
         };
         let mut reader = Reader::open_objects(index(), objects, options.clone())?;
         if !reader.manifest().closed_codecs.is_empty() {
-            // The log names the manifest by its hash, and that names every object by its own: as long as
-            // both are compared first, a vendor's decoders see what a writer of this store wrote.
+            // The log has the manifest's hash, and the manifest that of every object. As both are
+            // compared first, a vendor's decoders see only what a writer of this store wrote.
             let objects = Box::new(HashedObjects::new(bridge(), reading.clone()));
             let options = ReadOptions { trusted: true, ..options.clone() };
             reader = Reader::open_objects(index(), objects, options)?;
@@ -101,9 +101,9 @@ impl Opener {
     }
 }
 
-/// Gives a checkpoint its parent. Where a full checkpoint took the parent's place, the log says that
-/// it holds the same values, and that is what the difference needs; every chunk's checksum is compared
-/// all the same.
+/// Gives a checkpoint its parent. If a base took the original parent's place, the log says that it
+/// holds the same values, which is what the delta needs; every chunk's checksum is compared all the
+/// same.
 fn adopt(child: &Reader, about: &Checkpoint, parent: Arc<Reader>, base: &Checkpoint) -> Result<()> {
     let Some(expected) = child.manifest().parent else { return Ok(()) };
     if about.about.parent.is_some_and(|p| p.id != base.id()) {

@@ -20,33 +20,34 @@ use crate::store::save::{WhyBase, chain};
 use crate::store::{CheckpointStore, ParentValues, StoreOptions};
 use crate::write::TensorSource;
 
-/// Samples may take this part of the memory for parents' values.
+/// Samples may take [`StoreOptions::parent_memory`] divided by this, in addition.
 const SAMPLES: usize = 2;
 
 /// What one handle saved last, and what it keeps for the next save.
 #[derive(Default)]
 pub(crate) struct SaveHistory {
-    /// What was saved last.
+    /// The checkpoint saved last.
     last: Option<Reference>,
-    /// Values that later saves may be differences from.
+    /// Checkpoints whose values later saves may be deltas of.
     held: Vec<Held>,
 }
 
 /// A checkpoint whose values are in memory.
 struct Held {
     reference: Reference,
-    /// Since its base.
+    /// Its number since the base.
     number: u32,
     values: ParentValues,
 }
 
-/// The checkpoint that the next one may be a difference from.
+/// The checkpoint that the next one may be a delta of.
 pub(crate) struct ParentCheckpoint {
     pub(crate) reference: Reference,
-    /// It, and what it needs.
+    /// It and its ancestors.
     pub(crate) chain: Vec<CheckpointId>,
     pub(crate) values: ParentValues,
-    /// The next one's number since the base, and how many checkpoints after the parent it is.
+    /// The next checkpoint's number since the base, and how many checkpoints after the parent it
+    /// is.
     pub(crate) number: u32,
     pub(crate) distance: u32,
 }
@@ -56,14 +57,15 @@ pub(crate) struct Line {
     policy: Policy,
     /// The base last.
     chain: Vec<Checkpoint>,
-    /// The chain, the base first.
+    /// Sizes along the chain, the base first.
     entries: Vec<CheckpointSize>,
     deltas: Vec<CheckpointSize>,
 }
 
 impl Line {
-    /// The number of the next checkpoint since the base and the chain that starts with its parent, or why it
-    /// is a base. It has `raw` bytes of tensors, `changed` of which have no counterpart.
+    /// The next checkpoint's number since the base and the chain that starts with its parent, or
+    /// why it must be a base. It has `raw` bytes of tensors, `changed` of which have no counterpart
+    /// in the parent.
     pub(crate) fn next(
         &self,
         raw: u64,
@@ -71,7 +73,7 @@ impl Line {
     ) -> std::result::Result<(u32, &[Checkpoint]), Reason> {
         match self.policy.choose(&self.entries, &self.deltas, Next { raw, changed }) {
             Choice::Base(reason) => Err(reason),
-            // The chain is in the opposite order.
+            // `self.chain` is in the opposite order.
             Choice::Delta { number, parent } => {
                 Ok((number, &self.chain[self.chain.len() - 1 - parent..]))
             }
@@ -80,7 +82,7 @@ impl Line {
 }
 
 impl SaveHistory {
-    /// Notes what was saved, and its values if they are kept.
+    /// Notes the saved checkpoint, and its values if they are kept.
     pub(crate) fn saved(&mut self, saved: &Checkpoint, kept: Option<ParentValues>) {
         let (reference, number) = (saved.reference(), saved.since_base());
         self.last = Some(reference);
@@ -105,7 +107,7 @@ impl StoreOptions {
 }
 
 impl CheckpointStore {
-    /// The parent of what is saved next, or why it has none.
+    /// The parent of the next checkpoint, or why it has none.
     pub(crate) fn choose(
         &self,
         history: &mut SaveHistory,
@@ -151,8 +153,8 @@ impl CheckpointStore {
         own.or_else(|| state.latest())
     }
 
-    /// The values of the first checkpoint of a chain: from memory, or read back. What is read back is
-    /// kept if it is wanted again.
+    /// The values of the first checkpoint of a chain: from memory, or read back. Values that were
+    /// read back are kept if later saves need them again.
     fn values(
         &self,
         history: &mut SaveHistory,
@@ -167,7 +169,7 @@ impl CheckpointStore {
         let reader = self.opener.open(chain, &self.reading())?;
         let number = parent.since_base();
         let again = self.options.tree().last_child(number).is_some();
-        // Devices decode frames by themselves.
+        // Devices decode the frames themselves.
         let again = again && !on_devices;
         let Some(values) = (if again { self.keep_read(&reader)? } else { None }) else {
             return Ok((reference, ParentValues::Frames(reader)));
@@ -189,15 +191,16 @@ impl CheckpointStore {
         WriteOptions { preset, threads, simd, memory: Some(memory), ..WriteOptions::default() }
     }
 
-    /// Bytes of memory for what is stored of a checkpoint, by its number since the base: `None` if that is not
-    /// wanted, since its values are kept, or if nothing becomes a difference from it.
+    /// Bytes of memory for the stored objects of checkpoint `number` since the base. `None` if they
+    /// need not stay: because they are not wanted, the values being kept instead, or because no
+    /// later checkpoint will be a delta of it.
     pub(crate) fn room_for_stored(&self, wanted: bool, number: u32) -> Option<usize> {
         let is_parent = self.options.tree().last_child(number).is_some();
         Some(self.options.share()).filter(|room| wanted && is_parent && *room > 0)
     }
 
-    /// Begins to plan checkpoint number `number` since the base. `is_stored`: deltas of it would read what is stored, since
-    /// its values are not kept.
+    /// Begins planning checkpoint `number` since the base. `is_stored`: deltas of it would read
+    /// back its stored frames, since its values are not kept.
     pub(crate) fn recall(
         &self,
         parent: Option<(CheckpointId, u32)>,
@@ -211,15 +214,16 @@ impl CheckpointStore {
         Arc::new(self.plans.begin(parent, room))
     }
 
-    /// Keeps what was sampled of checkpoint number `number` since the base, and drops what is not needed any more.
+    /// Keeps the samples of checkpoint `number` since the base, and drops those that are no longer
+    /// needed.
     pub(crate) fn remember(&self, id: CheckpointId, number: u32, recall: &Recall) {
         let next = if number == 0 { 0 } else { number + 1 };
         self.plans.forget(&self.options.tree(), next);
         self.plans.keep(id, number, recall);
     }
 
-    /// Drops values that no later save can use once checkpoint `number` since the base is saved
-    /// (0: a base); returns whether that one will be.
+    /// Drops values that no later save can use once checkpoint `number` since the base is saved (0:
+    /// a base); returns whether later saves can use this checkpoint's values.
     pub(crate) fn is_parent_later(&self, history: &mut SaveHistory, number: u32) -> bool {
         let tree = self.options.tree();
         let later = |h: &Held| tree.last_child(h.number).is_some_and(|last| last > number);
@@ -227,8 +231,8 @@ impl CheckpointStore {
         tree.last_child(number).is_some()
     }
 
-    /// Values of the host, if they fit, and if they still are what was stored: else later saves read that
-    /// back.
+    /// Keeps values in host memory, if they fit and still are what was stored. Otherwise later
+    /// saves read the stored ones back.
     pub(crate) fn keep_values(
         &self,
         snapshot: Snapshot,
@@ -249,7 +253,7 @@ impl CheckpointStore {
         None
     }
 
-    /// The values of a checkpoint that was read, if they fit.
+    /// Keeps the values of an open checkpoint, if they fit.
     fn keep_read(&self, reader: &Reader) -> Result<Option<MemoryParent>> {
         let snapshot = Arc::new(reader.snapshot()?);
         let held = || reader.tensors().filter(|t| snapshot.tensors.contains_key(t.name));
@@ -278,7 +282,7 @@ impl CheckpointStore {
             }
             return Ok(Some(parent));
         }
-        // Values rarely become smaller than this; what is tried in vain costs time.
+        // Values rarely shrink to less than two thirds, and trying in vain costs time.
         if raw / 3 * 2 > share {
             return Ok(None);
         }
@@ -295,7 +299,8 @@ impl CheckpointStore {
     }
 }
 
-/// How many checkpoints after its parent, the first of a chain, checkpoint number `number` since the base is.
+/// How many checkpoints after its parent, the first of `chain`, checkpoint `number` since the base
+/// comes.
 pub(crate) fn distance(number: u32, chain: &[Checkpoint]) -> u32 {
     number.saturating_sub(chain.first().map_or(0, Checkpoint::since_base))
 }
@@ -305,7 +310,8 @@ pub(crate) fn on_devices(tensors: &[TensorSource<'_>]) -> bool {
     tensors.iter().any(|t| t.values.memory().is_some())
 }
 
-/// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
+/// Bytes of tensors that have no counterpart in the parent, except for small ones, which share
+/// chunks and are never deltas.
 fn changed(tensors: &[TensorInfo<'_>], parent: &dyn Parent) -> u64 {
     let is_new = |t: &&TensorInfo<'_>| {
         let large = t.bytes / t.dtype.value_width() as u64 >= SMALL;

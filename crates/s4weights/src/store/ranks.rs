@@ -24,16 +24,16 @@ use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
 use crate::write::TensorSource;
 use crate::writer::{Writer, Written};
 
-/// The data that the parts of a checkpoint share: the coordinator makes it and gives it to every rank,
-/// also as JSON.
+/// The data that the parts of a checkpoint share: the coordinator makes it and sends it to every
+/// rank, as JSON if necessary.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartOf {
-    /// The checkpoint that they will be.
+    /// The checkpoint that the parts will form.
     pub id: CheckpointId,
     /// The checkpoint that it may be a delta of.
     parent: Option<Reference>,
-    /// How many checkpoints there have been since the base.
+    /// Its number since the base.
     number: u32,
     /// Why it is a base; `None` if it may be a delta.
     why_base: Option<String>,
@@ -48,7 +48,7 @@ pub struct RankPart {
     pub report: Report,
 }
 
-/// What a part looks like on its way to the coordinator, before its index.
+/// The head of a part as bytes; the index follows it.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Head {
@@ -59,7 +59,7 @@ struct Head {
 }
 
 impl RankPart {
-    /// A part as bytes, for the way to the coordinator.
+    /// A part as bytes, to be sent to the coordinator.
     ///
     /// # Errors
     /// `Argument` if it is too large.
@@ -71,10 +71,10 @@ impl RankPart {
         Ok([&len.to_le_bytes()[..], &head, &self.index].concat())
     }
 
-    /// The part that [`RankPart::to_bytes`] made bytes of.
+    /// Reads a part from the bytes that [`RankPart::to_bytes`] returned.
     ///
     /// # Errors
-    /// `Argument` if it is none, or one of another checkpoint.
+    /// `Argument` if they are not a part, or one of another checkpoint.
     pub fn from_bytes(bytes: &Bytes, of: &PartOf) -> Result<Self> {
         let bad = |what: &str| Error::Argument(format!("part of checkpoint {}: {what}", of.id));
         let (len, rest) = bytes.split_first_chunk().ok_or_else(|| bad("it ends too early"))?;
@@ -91,9 +91,10 @@ impl RankPart {
 }
 
 impl CheckpointStore {
-    /// Begins a checkpoint of several processes, of `raw` bytes of tensors in all. Its parent is chosen as
-    /// that of a save is ([`CheckpointStore::save`]); a tensor becomes a delta if the parent has one of the
-    /// same name, type and shape. `base`: write a base, whatever the policy says.
+    /// Begins a checkpoint of several processes, which has `raw` bytes of tensors in all. Its
+    /// parent is chosen as for a save ([`CheckpointStore::save`]); a tensor becomes a delta if the
+    /// parent has one of the same name, type and shape. `base`: write a base, whatever the policy
+    /// says.
     ///
     /// # Errors
     /// As [`CheckpointStore::save`].
@@ -118,16 +119,17 @@ impl CheckpointStore {
         })
     }
 
-    /// Stores what rank `rank` has of a checkpoint. Of `options`, what the tensors are and how they are staged
-    /// counts; what the checkpoint is besides is up to the coordinator. Every rank may call this, also one
-    /// that has no tensors; each rank once. Objects are kept in memory, within a share of
+    /// Stores the part of rank `rank`. Of `options`, only what describes the tensors and how they
+    /// are staged applies; everything else is up to the coordinator. Each rank may call this once,
+    /// even if it has no tensors. Objects are kept in memory, within a share of
     /// [`StoreOptions::parent_memory`], for later deltas of them.
     ///
     /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
     ///
     /// # Errors
-    /// As [`CheckpointStore::save`], and [`Error::Store`] or [`Error::Checkpoint`] if the parent cannot be
-    /// read: then no rank's part can be used, and the coordinator begins another one.
+    /// As [`CheckpointStore::save`], and [`Error::Store`] or [`Error::Checkpoint`] if the parent
+    /// cannot be read: then no rank's part can be used, and the coordinator must begin another
+    /// checkpoint.
     pub fn save_part(
         &self,
         of: &PartOf,
@@ -165,14 +167,15 @@ impl CheckpointStore {
         let index = index.unwrap_or_default();
         let objects = objects?.map_err(|e| self.error(e))?;
         self.remember(id, of.number, &recall);
-        // A delta of this checkpoint is then made without reading it back.
+        // So that a delta of this checkpoint need not read it back.
         let needed: Vec<_> = chain.iter().map(Checkpoint::id).collect();
         self.opener.kept.keep(id, &needed, ObjectCache::take(&stored));
         Ok(RankPart { objects, index, report })
     }
 
-    /// Lists a checkpoint whose parts are stored: what each rank returned, in the order of ranks; `None`: a
-    /// rank that has none. `options` says what the checkpoint holds besides tensors.
+    /// Lists a checkpoint whose parts are stored. `parts` has what each rank returned, in the order
+    /// of ranks; `None` for a rank without a part. `options` says what the checkpoint holds besides
+    /// tensors.
     ///
     /// # Errors
     /// As [`CheckpointStore::save`]; `Argument` if two parts have a tensor of the same name. Nothing is
@@ -253,7 +256,7 @@ impl CheckpointStore {
     }
 }
 
-/// Takes the objects of a writer that has none of its own.
+/// The sink of a writer that merges indexes and has no objects of its own.
 struct NoObjects;
 
 impl ObjectSink for NoObjects {

@@ -93,7 +93,7 @@ impl ByCopy {
         Ok(copy::copy(&old, writer, &options)?.written.index.unwrap_or_default())
     }
 
-    /// The group of each tensor: that of the object which its first chunk is in.
+    /// The group of each tensor: that of the object that its first chunk is in.
     fn groups(&self, old: &Reader, chain: &[Checkpoint]) -> Result<Vec<u8>> {
         let Some(first) = chain.first().cloned() else { return Ok(vec![]) };
         let store = self.opener.store.clone();
@@ -112,7 +112,7 @@ impl ByCopy {
     }
 }
 
-/// That a checkpoint holds what another one does.
+/// Fails unless a checkpoint holds what another one does.
 fn require_same(old: &Reader, new: &Reader) -> Result<()> {
     let Some(difference) = copy::compare(old, None, new)? else { return Ok(()) };
     let e = s4_format::Error::corrupt(format!("{difference} differs from the original"));

@@ -16,7 +16,7 @@ use crate::store::save::{Ready, StageSeconds};
 /// How a checkpoint is replicated.
 #[derive(Clone, Default)]
 pub struct ReplicateOptions {
-    /// Which checkpoint of this store is the copy of the one that it is a delta of.
+    /// For a delta: the checkpoint of this store that is the copy of its parent.
     pub parent: Option<CheckpointId>,
     /// As [`ImportOptions::before`].
     ///
@@ -33,16 +33,16 @@ impl CheckpointStore {
     /// object is compared with its hash, and stored as it is. The copy has an id of its own.
     ///
     /// # Errors
-    /// [`Error::Argument`] if it is a delta, and `parent` does not hold just what it needs;
-    /// [`Error::Checkpoint`] if it is damaged; [`Error::Store`] if either store fails; what `listing` says;
-    /// [`Error::Cancelled`]. Nothing is listed then.
+    /// [`Error::Argument`] if it is a delta, and `parent` is not a copy of its parent;
+    /// [`Error::Checkpoint`] if it is damaged; [`Error::Store`] if either store fails; the error of
+    /// `listing`; [`Error::Cancelled`]. Nothing is listed then.
     pub fn replicate(
         &self,
         from: &Self,
         id: CheckpointId,
         options: &ReplicateOptions,
     ) -> Result<Checkpoint> {
-        // As a save: one at a time from one handle.
+        // As with saves, one at a time from one handle.
         let _history = interrupt::lock(&self.history)?;
         let state = from.state()?;
         let missing = || from.error(StoreError::NoCheckpoint { what: id.to_string() });
@@ -96,7 +96,8 @@ impl CheckpointStore {
         Ok(self.publish(ready)?.0.checkpoint)
     }
 
-    /// What the copy of a delta names as its parent, once it is certain that it holds what the delta needs.
+    /// The parent of a copy, if that is a delta, after checking that it holds the values that the
+    /// delta needs.
     fn counterpart(
         &self,
         from: &Self,

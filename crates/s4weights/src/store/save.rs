@@ -44,7 +44,7 @@ pub struct SaveOptions {
     pub contents: Contents,
     /// Finite numbers that retention can choose by.
     pub metrics: BTreeMap<String, f64>,
-    /// Words for people and tools.
+    /// Free text for people and tools.
     pub tags: BTreeMap<String, String>,
     /// Write a base, whatever the policy says.
     pub base: bool,
@@ -54,15 +54,15 @@ pub struct SaveOptions {
     /// their frames are in memory, waiting to be uploaded. A save that cannot be published after that,
     /// because another writer retired its parent, fails.
     pub staged: Option<StagedFn>,
-    /// Whether values in the memory of the host may change, too, once `staged` was called: it is called later
-    /// then, when nothing needs them any more. What is kept of them for later deltas is what was stored.
+    /// Whether values in host memory, too, may change once `staged` was called: it is called later
+    /// then, when nothing needs them any more. Later deltas use the stored frames instead of these
+    /// values.
     pub host_changes: bool,
-    /// Bytes of encoded objects that may wait to be uploaded before `staged` is called; `None`: all of them.
-    /// With less than that the call comes later: encoding waits for uploads.
+    /// Bytes of encoded objects that may wait to be uploaded before `staged` is called; `None`: all
+    /// of them. With a limit, the call comes later, because encoding waits for uploads.
     pub staging_memory: Option<usize>,
-    /// What encodes tensors that are in the memory of devices. With it, what was stored is kept in memory,
-    /// within [`StoreOptions::parent_memory`], where later saves are differences from it; without it, the
-    /// values are.
+    /// The encoder of tensors in device memory. With it, the stored frames are kept in memory for
+    /// later deltas, within [`StoreOptions::parent_memory`]; without it, the values are.
     ///
     /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
     #[cfg(feature = "cuda")]
@@ -97,7 +97,7 @@ pub struct Saved {
     pub checkpoint: Checkpoint,
     /// Counts and sizes. `bytes_out` leaves out the store's own table of objects.
     pub report: Report,
-    /// What took how long.
+    /// How long each stage took.
     pub stages: StageSeconds,
     /// Why it is a base; `None` if it is a delta.
     pub why_base: Option<WhyBase>,
@@ -126,7 +126,7 @@ pub enum WhyBase {
     Policy(Reason),
     /// The values of the previous checkpoint could not be used, for this reason.
     Parent(String),
-    /// It was begun as a base, for this reason.
+    /// A checkpoint of several processes was begun as a base, for this reason.
     Begun(String),
     /// No tensor was smaller as a delta.
     NothingGained,
@@ -144,7 +144,7 @@ impl std::fmt::Display for WhyBase {
     }
 }
 
-/// A checkpoint that was made ready.
+/// A checkpoint that is stored and ready to be listed.
 pub(crate) struct Ready {
     pub(crate) staged: Staged,
     pub(crate) report: Report,
@@ -164,11 +164,11 @@ pub(crate) struct SaveRequest<'a> {
     staged: Arc<AtomicBool>,
 }
 
-/// A checkpoint that is encoded, and some of whose objects may still be on their way.
+/// An encoded checkpoint, some of whose objects may still be uploading.
 pub(crate) struct Uploading {
     pub(crate) written: Written,
     pub(crate) uploading: JoinHandle<(Attempt, s4_store::Result<()>)>,
-    /// Objects that are kept.
+    /// The objects that are kept.
     pub(crate) stored: Arc<Mutex<ObjectCache>>,
 }
 
@@ -197,9 +197,9 @@ impl CheckpointStore {
     /// [`StoreOptions::max_hops`]: crate::store::StoreOptions::max_hops
     ///
     /// # Errors
-    /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the store
-    /// refuses or fails, [`Error::Cancelled`]. Nothing is listed then; of [`s4_store::CommitUnknown`]
-    /// alone that is not known, when even asking again was not answered.
+    /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the
+    /// store refuses or fails, [`Error::Cancelled`]. Nothing is listed then, except perhaps after
+    /// [`s4_store::CommitUnknown`], when the outcome of the commit could not be read back either.
     pub fn save(
         &self,
         step: u64,
@@ -217,7 +217,7 @@ impl CheckpointStore {
         Ok(saved)
     }
 
-    /// Saves as a difference if it can, else as a base.
+    /// Saves as a delta if possible, else as a base.
     fn save_next(&self, request: &SaveRequest<'_>, history: &mut SaveHistory) -> Result<Saved> {
         let chosen = match request.options.base {
             true => Err(WhyBase::Asked),
@@ -248,7 +248,7 @@ impl CheckpointStore {
                     history.saved(&saved.checkpoint, kept);
                     return Ok(saved);
                 }
-                // The caller's values are not those that were saved any more.
+                // The caller's values may have changed since, so they cannot be encoded again.
                 Err(e) if request.staged.load(Ordering::Relaxed) && request.may_change() => {
                     return Err(e);
                 }
@@ -265,7 +265,7 @@ impl CheckpointStore {
         }
     }
 
-    /// Encodes and uploads, at the same time; what is kept for later saves is copied meanwhile.
+    /// Encodes and uploads at the same time, and meanwhile copies what is kept for later saves.
     fn stage(
         &self,
         request: &SaveRequest<'_>,
@@ -279,7 +279,7 @@ impl CheckpointStore {
         let reference = before.as_ref().map(|b| b.reference);
         let attempt = bridge.ask(async move {
             let mut attempt = store.begin().await?;
-            // A difference from what is not there any more would be lost with it.
+            // Publishing must fail if the parent is gone by then: the delta would be unreadable.
             if let Some(parent) = reference {
                 attempt.expect_parent(parent);
             }
@@ -323,7 +323,7 @@ impl CheckpointStore {
             match done {
                 Ok(()) => attempt.stage(blob, about).await,
                 Err(e) => {
-                    // What stays behind is swept later.
+                    // A sweep deletes what stays behind.
                     let _ = attempt.abort().await;
                     Err(e)
                 }
@@ -354,7 +354,7 @@ impl CheckpointStore {
             None if again && stored.is_whole() => {
                 stored.open(index, reader, self.reading())?.map(ParentValues::Frames)
             }
-            // The rest is quickly read.
+            // The other objects are quick to read from a local store.
             None if again && self.opener.local => {
                 self.opener.kept.keep(id, &chain, stored);
                 None
@@ -377,13 +377,13 @@ impl CheckpointStore {
     ) -> Result<Uploading> {
         let SaveRequest { options, asker, .. } = request;
         let bridge = &self.opener.bridge;
-        // Whoever waits until the values are encoded does not wait for the network.
+        // A caller that waits for `staged` does not wait for the network.
         let within = |memory: usize| memory.checked_div(self.options.object_bytes).unwrap_or(1);
         let waiting = match options.staged {
             Some(_) => options.staging_memory.map_or(MAX_OBJECTS, within).clamp(1, MAX_OBJECTS),
             None => 1,
         };
-        // Half of them for their hashes, and half for their uploads.
+        // Half may wait for their hashes, and half for their uploads.
         let ahead = (waiting / 2).max(1);
         let (sender, receiver) = channel((waiting - waiting / 2).max(1));
         let uploading = bridge.spawn(async move {
@@ -439,7 +439,7 @@ impl CheckpointStore {
             staged: staged.clone().filter(|_| !options.host_changes),
             #[cfg(feature = "cuda")]
             engine: options.engine.clone(),
-            // The policy decides; this is what readers allow.
+            // The policy decides how long chains get; this is only the limit of readers.
             max_chain: Some(MAX_CHAIN as u32),
             progress: asker.callback(),
             ..self.writing()
@@ -520,12 +520,12 @@ async fn committed(store: &Store, id: CheckpointId) -> s4_store::Result<Checkpoi
     state.get(id).cloned().ok_or_else(|| StoreError::NoCheckpoint { what: id.to_string() })
 }
 
-/// A checkpoint and what it needs, its base last.
+/// A checkpoint and its ancestors, the base last.
 pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Checkpoint>> {
     Ok(state.chain(id)?.into_iter().cloned().collect())
 }
 
-/// Whether an error is about the parent, so that a base would not meet it.
+/// Whether an error is about the parent, so that saving a base would avoid it.
 pub(crate) fn is_parents(e: &Error) -> bool {
     match e {
         Error::Parent { .. } | Error::Checkpoint { .. } | Error::Format { .. } => true,

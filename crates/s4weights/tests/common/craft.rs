@@ -1,4 +1,4 @@
-//! Files as no writer makes them, with every checksum right.
+//! Files that no writer would make, with every checksum right.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -13,13 +13,13 @@ use s4weights::format::{
     ChunkRecord, CodecId, Digest, LayoutId, Plan, StreamEntry, Version, crc32c,
 };
 
-/// A tensor of equal bytes, each of its chunks a constant; of a difference a constant zero.
+/// A tensor of equal bytes, with a constant in each chunk: zero if the tensor is a delta.
 pub(crate) struct Constant {
     pub(crate) name: String,
     pub(crate) dtype: DType,
     pub(crate) values: u64,
     pub(crate) chunk_log2: u8,
-    /// The parent's manifest and depth, if the tensor is a difference.
+    /// The parent's manifest and depth, if the tensor is a delta.
     pub(crate) parent: Option<Parent>,
     /// All chunks name the same frame.
     pub(crate) overlapping: bool,
@@ -156,12 +156,12 @@ impl Craft {
         Section { offset, bytes: bytes.len() as u64, blake3: Digest::of(bytes) }
     }
 
-    /// The file, and what names it as a parent.
+    /// The file, and the reference to it as a parent.
     pub(crate) fn finish(self) -> (Vec<u8>, Parent) {
         self.finish_with(|_| (), |json| json)
     }
 
-    /// As that, with changes to the bytes of the tensor table and to the manifest's text.
+    /// As [`Craft::finish`], with changes to the bytes of the tensor table and to the manifest's text.
     pub(crate) fn finish_with(
         mut self,
         table: impl FnOnce(&mut Vec<u8>),

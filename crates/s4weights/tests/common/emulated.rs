@@ -1,4 +1,4 @@
-//! Runs the tests of a program again on a driver that emulates a device, where there is none.
+//! Runs a program's tests again on a driver that emulates a device, where there is no real one.
 
 use std::path::Path;
 use std::process::Command;

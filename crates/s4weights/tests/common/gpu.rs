@@ -12,7 +12,7 @@ use s4_codec_gpu::{Cuda, Device, DeviceBuffer, Pinned, Pool, Stream};
 use s4weights::WriteOptions;
 use s4weights::cuda::{CudaEngine, CudaOptions, DeviceMemory};
 
-/// A device with memory of the test's own.
+/// A device, for memory of the test's own.
 pub struct Gpu {
     pub device: Arc<Device>,
     pub stream: Arc<Stream>,
@@ -43,12 +43,12 @@ pub fn gpu() -> Option<Gpu> {
 }
 
 impl Gpu {
-    /// The same options, for tensors of the device, too.
+    /// The same options, with the device's engine, so that its tensors can be written, too.
     pub fn with(&self, options: WriteOptions) -> WriteOptions {
         WriteOptions { engine: Some(self.engine.clone()), ..options }
     }
 
-    /// Whether kernels are emulated: then tests keep to less data.
+    /// Whether kernels are emulated: then tests use less data.
     pub fn is_slow(&self) -> bool {
         self.device.info().name == "emulated"
     }
@@ -56,7 +56,7 @@ impl Gpu {
     pub fn upload(&self, bytes: &[u8]) -> DeviceBuffer {
         let buffer = self.pool.alloc(&self.stream, bytes.len() as u64, "a test").unwrap();
         let pinned = Pinned::new(&self.device, bytes.len()).unwrap();
-        // SAFETY: memory of this test alone, and the copy is waited for.
+        // SAFETY: only this test uses the memory, and waits for the copy.
         unsafe {
             pinned.slice_mut(0, bytes.len()).copy_from_slice(bytes);
             self.stream.copy_to_device(&pinned, 0, bytes.len(), buffer.address()).unwrap();

@@ -34,7 +34,7 @@ impl Owned {
     }
 }
 
-/// About a normal distribution, by number.
+/// About normally distributed values, a function of `seed`.
 pub fn bell(seed: u64) -> f32 {
     let mut x = seed;
     let mut sum = 0.0;

@@ -1,4 +1,4 @@
-//! Values that a thread changes while they are saved, as training does that goes on meanwhile.
+//! Values that a thread changes while they are saved, as training does if it continues meanwhile.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use s4weights::{DType, TensorSource, adversarial};
 
-/// A tensor whose values are, one by one, those of one of two versions.
+/// A tensor each of whose values is that of one of two versions.
 pub(crate) struct Racing {
     pub(crate) name: &'static str,
     dtype: DType,
@@ -35,8 +35,8 @@ pub(crate) fn tensors() -> Vec<Racing> {
     .collect()
 }
 
-/// Weights of an optimizer, an average that equals them and the model's rounded copies. A few of each change, each by
-/// themselves.
+/// Masters of an optimizer, an average that equals them, and the model's rounded copies. A few
+/// values of each change, independently of the others.
 fn copies() -> [Racing; 3] {
     let n = 150_000;
     let before = adversarial(DType::Float32, n).find(|p| p.0 == "like-weights").unwrap().1;
@@ -69,8 +69,8 @@ impl Racing {
     }
 
     pub(crate) fn data(&self) -> &[u8] {
-        // SAFETY: as many bytes are readable. They change meanwhile, which is what is tested: whoever
-        // saves may assume nothing of bytes that it reads again.
+        // SAFETY: this many bytes are readable. They change meanwhile, which is what is tested: a
+        // save may assume nothing about bytes that it reads again.
         unsafe {
             std::slice::from_raw_parts(self.memory.as_ptr().cast::<u8>(), self.versions[0].len())
         }
@@ -80,7 +80,7 @@ impl Racing {
         TensorSource::new(self.name, self.dtype, &self.shape, self.data())
     }
 
-    /// Whether each value is one that was there at some time.
+    /// Whether each value was there at some time.
     pub(crate) fn had(&self, values: &[u8]) -> bool {
         let width = self.dtype.value_width();
         let [a, b] = self.versions.each_ref().map(|v| v.chunks_exact(width));

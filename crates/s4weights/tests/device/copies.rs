@@ -1,4 +1,4 @@
-//! Copies, rounded or not, wherever they and what they are copies of lie.
+//! Copies, rounded or not, wherever they and their originals are.
 
 use std::sync::Mutex;
 
@@ -15,7 +15,8 @@ fn to_bf16(x: u32) -> u16 {
     ((x + 0x7fff + (x >> 16 & 1)) >> 16) as u16
 }
 
-/// A model, the optimizer's weights, a moment and an average; the model of another half in fp16 and in another shape.
+/// A model's weights, their masters, a moment and an average; also weights in fp16, whose masters
+/// have another shape.
 fn state(step: u8) -> Vec<Tensor> {
     let n = 150_016;
     let mut master = patterns::all(Kind::F32, n).find(|p| p.0 == "like-weights").unwrap().1;
@@ -94,7 +95,7 @@ fn copies_are_found_and_stored_alike_wherever_tensors_are() {
     };
     let child = dir.path().join("child.s4w");
     write(&child, &mixed(&later, &later_there, 0), delta(false));
-    // Copies and what they are copies of in one place or in two, both ways round.
+    // Copies and originals in the same place or in different ones, both ways round.
     for places in [0b000101, 0b101010, 0b100001, 0b001100, 0b010011, 0b111111] {
         write(&there, &mixed(&tensors, &buffers, places), gpu.with(WriteOptions::default()));
         let same = std::fs::read(&host).unwrap() == std::fs::read(&there).unwrap();
@@ -137,7 +138,7 @@ fn copies_come_back_on_the_device_with_what_they_are_copies_of_and_without() {
         let chunks = gpu.engine.chunks();
         assert_eq!((chunks.refused, chunks.host), (before.refused, before.host), "{wanted:?}");
     }
-    // Twice to the same device, and a part of one to the host.
+    // A second time to the same buffers, and a part of one to the host.
     let requests = [(0, memory(&to[0])), (2, memory(&to[2])), (0, memory(&clear(0)))];
     reader.read_into_device(&gpu.engine, &requests[..2]).unwrap();
     assert!(gpu.download(&to[0]) == tensors[0].data);
@@ -151,8 +152,8 @@ fn values_on_devices_are_needed_until_their_copies_are_encoded() {
     let tensors = state(0);
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
     let total = tensors.iter().map(|t| t.data.len() as u64).sum::<u64>();
-    // The optimizer's weights on the device, copies on the host: the last to be written. The average is one of the
-    // host, and the last of all.
+    // The masters on the device and copies on the host, which are written last; the average is on
+    // the host, and last of all.
     let average = tensors[5].data.len() as u64;
     let cases = [(0b001100, total), (0b000011, total - average), (0b011111, total)];
     for (places, expected) in cases {

@@ -1,4 +1,4 @@
-//! Weights that are told from their moments, wherever all of them lie.
+//! Weights with contexts `update`, coded with their moments, wherever weights and moments are.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ fn state(steps: u32) -> Vec<Tensor> {
     out
 }
 
-/// A weight and its moments, of which the first is in bf16.
+/// A weight and its moments, the first of which is in bf16.
 fn weight(name: &str, dtype: DType, seed: u32, steps: u32) -> [Tensor; 3] {
     let noise = |i: u32, k: u32| {
         let x = u64::from(i + seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(k) << 40;
@@ -87,7 +87,7 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     }
     let chunks = gpu.engine.chunks();
     assert!(chunks.device > 0 && chunks.host + chunks.refused == 0, "{chunks:?}");
-    // Without their moments weights are the host's.
+    // Without their moments, weights are left to the host.
     for wanted in [&[0, 3][..], &[0, 1], &[3, 5]] {
         let there: Vec<_> = wanted.iter().map(|&i| gpu.upload(&tensors[i].data)).collect();
         let requests: Vec<_> = wanted.iter().copied().zip(there.iter().map(memory)).collect();
@@ -101,7 +101,7 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     }
 }
 
-/// The samples of many tensors and of their moments come in several batches.
+/// The samples of many tensors and their moments arrive in several batches.
 #[test]
 fn many_tensors_on_a_device_make_the_file_of_the_host() {
     let Some(gpu) = gpu() else { return };
@@ -137,7 +137,7 @@ fn many_tensors_on_a_device_make_the_file_of_the_host() {
     assert_eq!(told, 2, "{:?}", plans(&reader));
 }
 
-/// Weights of every checkpoint of a chain are told from the moments of that checkpoint.
+/// The weights of every checkpoint of a chain are coded with that checkpoint's moments.
 #[test]
 fn chains_of_weights_that_are_told_come_back_on_the_device() {
     let Some(gpu) = gpu() else { return };

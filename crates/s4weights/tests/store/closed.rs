@@ -1,7 +1,7 @@
-//! Checkpoints of preset `nvcomp` in a store: read without the caller's word, because the log names them by
-//! their hash; and what is damaged never reaches the library.
+//! Checkpoints of preset `nvcomp` in a store: they are read without the caller's consent, because
+//! the log names them by their hash. Damaged data never reaches the library.
 //!
-//! Where there is no GPU with nvCOMP these tests run on the emulated driver of `s4-engine`'s tests.
+//! Without a GPU with nvCOMP, these tests run on the emulated driver of `s4-engine`'s tests.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::damage::{flip, objects};
 use crate::emulated;
 use crate::run::{open, options};
 
-/// Four exponents, and noise: what the closed codec makes smaller, and what none does.
+/// Four exponents, which the closed codec makes smaller, and noise, which no codec does.
 fn values() -> Vec<u8> {
     let noise = (0..150_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 11) as u16);
     noise.flat_map(|x| ((x & 0x007f) | 0x3e00 | (x & 0x0300) >> 1).to_le_bytes()).collect()
@@ -53,7 +53,7 @@ fn closed_streams_are_decoded_only_of_objects_whose_hash_matches() {
     let id = store.latest().unwrap().unwrap().id();
     let object = &objects(folder.path(), id)[0];
     let sound = std::fs::read(object).unwrap();
-    // Far after the first chunk, of which a part is read: the object is compared as a whole.
+    // Damage far behind the first chunk, part of which is read: the object is compared as a whole.
     let mut bytes = sound.clone();
     let last = bytes.len() - 40;
     bytes[last] ^= 1;

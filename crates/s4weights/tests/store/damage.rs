@@ -1,4 +1,4 @@
-//! Damaged objects and crashes: what is wrong is named, and older checkpoints are found.
+//! Damaged objects and crashes: errors name what is wrong, and older checkpoints are found.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(crate) fn flip(path: &Path) {
     std::fs::write(path, bytes).unwrap();
 }
 
-/// Steps 0, 1 and 2, each a difference from the one before, or bases.
+/// Saves steps 0, 1 and 2: each a delta of the one before, or all bases.
 fn three_steps(folder: &Path, max_chain: u32) -> (CheckpointStore, Vec<State>) {
     let store = open(&Place::folder(folder), StoreOptions { max_chain, max_hops: 63, ..options() });
     let mut state = State::new(40_000);
@@ -160,7 +160,8 @@ fn a_damaged_parent_makes_the_next_save_a_base() {
     assert_eq!(State::load(&store, None).unwrap(), state);
 }
 
-/// Its values are in memory, so nothing reads it; but a difference from it could never be restored.
+/// The parent's values are in memory, so nothing reads its objects; but a delta of it could never
+/// be restored.
 #[test]
 fn a_parent_whose_objects_are_gone_makes_the_next_save_a_base() {
     let folder = tempfile::tempdir().unwrap();
@@ -189,7 +190,7 @@ fn a_save_into_a_folder_that_is_gone_fails() {
         let (store, states) = three_steps(&place, 8);
         std::fs::remove_dir_all(&place).unwrap();
         if empty {
-            // As a mount point looks without its file system.
+            // This is how a mount point looks without its file system.
             std::fs::create_dir(&place).unwrap();
         }
         for step in 3..5 {
@@ -203,7 +204,7 @@ fn a_save_into_a_folder_that_is_gone_fails() {
     }
 }
 
-/// One writer at a time: the next one need not wait for one that has ended.
+/// With one writer at a time, the next one need not wait for a writer that has ended.
 #[test]
 fn the_end_of_a_store_gives_back_its_lease() {
     let folder = tempfile::tempdir().unwrap();
@@ -235,7 +236,7 @@ fn a_missing_object_is_named() {
     assert!(State::load(&store, Some(1)).is_ok());
 }
 
-/// Stops the world at a point, as a crash would, until the store is dropped.
+/// Blocks at a named point, as if the process had crashed there.
 #[derive(Debug)]
 struct StopAt(&'static str, AtomicBool);
 
@@ -258,7 +259,7 @@ fn a_crash_between_any_two_writes_costs_no_listed_step() {
         let mut crashing = options();
         crashing.requests.crash_points = Some(stop.clone());
         let (place, next) = (Place::folder(folder.path()), State::new(40_000));
-        // The thread never comes back: the process would be gone.
+        // The thread never returns, as if the process were gone.
         std::thread::spawn({
             let (place, next) = (place.clone(), next.clone());
             move || next.save(&open(&place, crashing), 9).map(drop)

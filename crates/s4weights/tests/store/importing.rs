@@ -1,4 +1,4 @@
-//! Checkpoints that come in from files, and go from one store to another.
+//! Importing checkpoints from files, and replicating them from one store to another.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,7 +7,7 @@ use s4weights::{Error, Reader, Source, Target, WriteOptions, Writer};
 
 use crate::run::{State, memory, open, options};
 
-/// A file with a state, and the file's reader.
+/// Writes a file with a state; returns its reader.
 fn file(state: &State, folder: &std::path::Path, name: &str) -> Reader {
     let path = folder.join(name);
     let mut writer = Writer::create(Target::from(path.as_path()), WriteOptions::default()).unwrap();
@@ -59,7 +59,7 @@ fn a_delta_needs_the_copy_of_just_its_parent() {
     }
     let refused = far.replicate(&near, ids[1], &ReplicateOptions::default());
     assert!(matches!(&refused, Err(Error::Argument(_))), "{refused:?}");
-    // Another checkpoint, though of the same store.
+    // Another checkpoint than the parent that is asked for.
     state.step(9);
     let other = file(&state, folder.path(), "other.s4w");
     let base = ImportOptions { base: true, ..ImportOptions::default() };
@@ -104,7 +104,7 @@ fn an_attempt_that_was_given_up_is_never_listed() {
     let place = memory();
     let store = Arc::new(open(&place, options()));
     let reader = file(&State::new(5000), folder.path(), "a.s4w");
-    // Another process finds that the writer is gone, while its last request is on its way.
+    // Another process settles the attempt while the writer's last request is still on its way.
     let other: CheckpointStore = open(&place, options());
     let settled = Arc::new(Mutex::new(None));
     let listing = {
@@ -118,7 +118,7 @@ fn an_attempt_that_was_given_up_is_never_listed() {
     let how = ImportOptions { listing: Some(listing), ..ImportOptions::default() };
     assert!(store.import(&reader, 1, &how).is_err());
     assert!(store.list().unwrap().is_empty());
-    // One that is listed stays, also once it is retired.
+    // An attempt that was listed stays settled as listed, even after it is retired.
     let saved = store.import(&reader, 1, &ImportOptions::default()).unwrap().checkpoint;
     assert!(store.settle(saved.id()).unwrap());
     store.retire(&[saved.id()], "test").unwrap();

@@ -12,7 +12,7 @@ use s4weights::store::{
 
 use crate::run::{State, memory, open, options};
 
-/// Saves steps 0, 10, 20..., and gives the states.
+/// Saves steps 0, 10, 20..., and returns the states.
 fn train(store: &CheckpointStore, state: &mut State, steps: std::ops::Range<u64>) -> Vec<State> {
     let save = |step: u64| {
         state.step(step);
@@ -54,7 +54,7 @@ fn a_new_process_goes_on_with_the_chain_of_the_old_one() {
     let place = memory();
     let mut state = State::new(20_000);
     train(&open(&place, options()), &mut state, 0..2);
-    // Nothing is in this one's memory: the parent is read back.
+    // This handle has nothing in memory: the parent is read back.
     let store = open(&place, options());
     state.step(9);
     let saved = state.save(&store, 99).unwrap();
@@ -156,7 +156,7 @@ fn a_delta_cannot_lose_its_base_until_it_is_rebased_and_then_can() {
         let rebased = store.rebase(ids[2], None).unwrap();
         assert_eq!((rebased.base, rebased.step(), rebased.about.objects), (None, 20, 2));
         assert_eq!(store.rebase(rebased.id(), None).unwrap().id(), rebased.id());
-        // The child of what was replaced is read through its replacement, by every handle.
+        // The child of a replaced checkpoint is read through the replacement, by every handle.
         assert_eq!(store.retire(&ids[..2], "test").unwrap(), 2);
         let swept =
             store.sweep(&SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false });
@@ -167,7 +167,7 @@ fn a_delta_cannot_lose_its_base_until_it_is_rebased_and_then_can() {
         }
         let all = CheckOptions { read_data: true, ..CheckOptions::default() };
         assert!(store.check(&all).unwrap().is_clean());
-        // Training goes on, from what this handle saved last and from what another one finds.
+        // Training goes on, from what this handle saved last and from what a new handle finds.
         let mut state = states[3].clone();
         for (handle, step) in [(&store, 40), (&open(&place, options()), 50)] {
             state.step(step);
@@ -221,7 +221,7 @@ fn a_dry_sweep_deletes_nothing() {
         store.sweep(&options).unwrap().deleted.len()
     };
     assert_eq!(sweep(true), 1);
-    // Whoever had opened it reads on.
+    // A reader that had opened it can go on reading.
     assert_eq!(reading.reader().read("model.w").unwrap(), states[0].0[0].3);
     assert_eq!(sweep(false), 1);
     assert!(reading.reader().read("model.half").is_err());

@@ -1,5 +1,5 @@
-//! Values that change while they are saved: every checkpoint restores, differences from what was kept
-//! included, and no save fails for it.
+//! Values that change while they are saved: every checkpoint restores, including deltas of a kept
+//! parent, and no save fails because of the changes.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -16,7 +16,7 @@ use values::{Racing, churn, tensors};
 fn a_run_that_goes_on_while_it_is_saved_restores_at_every_step() {
     let tensors = tensors();
     let sources: Vec<_> = tensors.iter().map(Racing::source).collect();
-    // Kept as they are, compressed, or read back.
+    // Parents kept as values, kept compressed, or read back.
     for parent_memory in [1 << 30, 9 << 20, 0] {
         let store = open(&memory(), StoreOptions { parent_memory, max_chain: 8, ..options() });
         let stop = AtomicBool::new(false);
@@ -32,7 +32,7 @@ fn a_run_that_goes_on_while_it_is_saved_restores_at_every_step() {
             for step in 0..12 {
                 let saved = store.save(step, &sources, &SaveOptions::default()).unwrap();
                 let why = saved.why_base.map(|why| why.to_string()).unwrap_or_default();
-                // What changed is read back; it is no reason for a base.
+                // Changed values of the parent are read back; they are no reason for a base.
                 assert!(!why.contains("cannot be used"), "{why}");
             }
         });

@@ -10,7 +10,7 @@ use s4weights::{Contents, DType, Error, TensorSource};
 
 use crate::run::{memory, open, options};
 
-/// A rank's tensors at a step: a large one, which has a counterpart at every step, and small ones.
+/// A rank's tensors at a step: a large one, with a counterpart in every step, and small ones.
 fn tensors(rank: u32, step: u64) -> Vec<(String, DType, Vec<u64>, Vec<u8>)> {
     let large: Vec<u8> = (0..20_000u64)
         .flat_map(|i| {
@@ -31,7 +31,7 @@ fn sources(list: &[(String, DType, Vec<u64>, Vec<u8>)]) -> Vec<TensorSource<'_>>
         .collect()
 }
 
-/// What rank `rank` does in a process of its own: all that it knows came as text, and goes as bytes.
+/// What rank `rank` does in its own process: its input comes as text, its result goes as bytes.
 fn one_rank(place: &Place, of: &str, rank: u32, step: u64) -> Bytes {
     let store = CheckpointStore::open_at(place, options()).unwrap();
     let of: PartOf = serde_json::from_str(of).unwrap();
@@ -113,7 +113,7 @@ fn ranks_save_bases_and_deltas() {
     let rebased = reading.rebase(delta, None).unwrap();
     assert!(rebased.base.is_none() && rebased.about.parts.is_empty());
     expect(&reading, 3, 4);
-    // And what one process saves next may follow what several did.
+    // And one process may save a delta of what several saved.
     let list: Vec<_> = (0..3).flat_map(|rank| tensors(rank, 6)).collect();
     let next = reading.save(6, &sources(&list), &SaveOptions::default()).unwrap();
     assert_eq!(next.why_base, None);
@@ -128,17 +128,17 @@ fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
     let told = serde_json::to_string(&of).unwrap();
     let bytes = one_rank(&place, &told, 0, 1);
     let part = RankPart::from_bytes(&bytes, &of).unwrap();
-    // Two ranks have a tensor of one name.
+    // Two ranks have a tensor of the same name.
     let twice = vec![Some(part.clone()), Some(part)];
     let refused = store.publish_parts(&of, 1, twice, &SaveOptions::default()).unwrap_err();
     assert!(matches!(&refused, Error::Argument(what) if what.contains("w@0")), "{refused}");
     assert!(store.list().unwrap().is_empty());
-    // It was given up: nobody can list it any more.
+    // The attempt was given up: nobody can list it any more.
     let late = vec![Some(RankPart::from_bytes(&bytes, &of).unwrap())];
     assert!(store.publish_parts(&of, 1, late, &SaveOptions::default()).is_err());
     assert!(store.list().unwrap().is_empty());
 
-    // Bytes that are no part, or one of another checkpoint.
+    // Bytes that are no part, or a part of another checkpoint.
     let other = store.begin_parts(80_000, false).unwrap();
     let refused = RankPart::from_bytes(&bytes, &other).unwrap_err().to_string();
     assert!(refused.contains("it belongs to checkpoint"), "{refused}");
@@ -152,7 +152,7 @@ fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
             }
         }
     }
-    // A damaged part is listed by nobody, whatever was damaged.
+    // A damaged part is refused, or the damage does no harm.
     let mut looked_at = 0;
     for bit in (32..bytes.len() * 8).step_by(bytes.len() / 8) {
         let of = store.begin_parts(80_000, false).unwrap();
@@ -162,7 +162,7 @@ fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
         if let Ok(part) = RankPart::from_bytes(&damaged.into(), &of) {
             looked_at += 1;
             let listed = store.publish_parts(&of, 1, vec![Some(part)], &SaveOptions::default());
-            // Sizes in its report are for people.
+            // A change of the sizes in its report, which are for people, does no harm.
             assert!(
                 listed.is_err() || store.load(Some(1)).is_ok_and(|l| l.reader().verify().is_ok())
             );
@@ -199,7 +199,7 @@ fn a_rank_does_not_read_back_what_it_stored() {
     let first = keeps.at_step(1).unwrap();
     let files = data(first.id().to_string());
     assert_eq!(files.len(), 2, "{files:?}");
-    // Whoever reads them finds out.
+    // A store that reads the damaged files notices.
     let stored: Vec<_> = files.iter().map(|f| std::fs::read(f).unwrap()).collect();
     for (file, bytes) in files.iter().zip(&stored) {
         std::fs::write(file, vec![0; bytes.len()]).unwrap();
@@ -207,7 +207,7 @@ fn a_rank_does_not_read_back_what_it_stored() {
     assert!(save_with(&reads, 2).is_err());
     let saved = save_with(&keeps, 2).unwrap();
     assert_eq!(saved.why_base, None);
-    // A delta of a delta needs both.
+    // A delta of a delta needs the values of both.
     let saved = save_with(&keeps, 3).unwrap();
     assert_eq!(saved.why_base, None);
     for (file, bytes) in files.iter().zip(&stored) {

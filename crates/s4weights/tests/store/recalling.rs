@@ -1,4 +1,4 @@
-//! Saves of one handle, which are planned by what it remembers, beside those of handles that remember nothing.
+//! Saves of one handle, planned from what it remembers, compared with those of handles that remember nothing.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -22,7 +22,7 @@ const PREFIXES: [(&str, RoleKind); 3] = [
     ("optimizer.exp_avg_sq.", RoleKind::ExpAvgSq),
 ];
 
-/// A step of a real training.
+/// A step of a real training run.
 fn tensors(step: usize) -> Vec<Tensor> {
     let name = format!("../../testdata/gpt98m_fp32_s{step}.safetensors");
     let file = std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap();
@@ -59,7 +59,7 @@ fn save(store: &CheckpointStore, step: u64, tensors: &[Tensor], host_changes: bo
 
 #[test]
 fn a_state_that_stops_changing_takes_nothing_from_the_next_save_on() {
-    // Redrawn for each of four saves, then the same.
+    // Redrawn for each of four saves, then unchanged.
     let drawn = |seed: u64| -> Vec<u8> {
         let mut x = seed;
         let mut next = || {
@@ -88,7 +88,8 @@ fn a_state_that_stops_changing_takes_nothing_from_the_next_save_on() {
 #[test]
 fn saves_by_what_is_remembered_are_as_small_and_as_right() {
     let states = [tensors(0), tensors(1)];
-    // Values in memory, and frames, of which samples are remembered; each a delta of the one before, and as is usual.
+    // Parents as values in memory or as frames with remembered samples; in a line of deltas or with
+    // the usual hops.
     for (host_changes, max_hops) in [(false, 63), (true, 63), (true, 2)] {
         let options = || StoreOptions { preset: Preset::Balanced, max_hops, ..options() };
         let (one, several) = (memory(), memory());
@@ -111,7 +112,7 @@ fn saves_by_what_is_remembered_are_as_small_and_as_right() {
     }
 }
 
-/// A state in which nothing is like before, and one that nothing is left of.
+/// A state that is altogether different from the one before, and one of zeros only.
 #[test]
 fn what_changes_at_once_is_planned_anew() {
     let mut states = vec![tensors(0), tensors(1), tensors(0), tensors(1), tensors(1), tensors(1)];

@@ -1,4 +1,4 @@
-//! A training run that is no training run: values that move a little at every step.
+//! An imitation of a training run: values that move a little at every step.
 
 use std::sync::Arc;
 
@@ -64,7 +64,7 @@ impl State {
         store.save(step, &self.sources(), &options)
     }
 
-    /// What a store has of a step, in the form of a state.
+    /// Loads a step from a store, as a state.
     pub(crate) fn load(store: &CheckpointStore, step: Option<u64>) -> Result<Self> {
         let loaded = store.load(step)?;
         let reader = loaded.reader();
@@ -79,7 +79,7 @@ pub(crate) fn options() -> StoreOptions {
     StoreOptions { threads: Some(2), ..StoreOptions::default() }
 }
 
-/// A place in memory of its own.
+/// A new place in memory.
 pub(crate) fn memory() -> Place {
     Place::objects(Arc::new(InMemory::new()), Path::from("runs/a"))
 }

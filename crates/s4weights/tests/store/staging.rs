@@ -1,4 +1,4 @@
-//! Tensors of the host that change as soon as a save says that it needs them no more.
+//! Tensors of the host that change as soon as a save says that it no longer needs them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -34,8 +34,8 @@ impl Changing {
     }
 
     fn source(&self) -> TensorSource<'_> {
-        // SAFETY: as many bytes are readable. They change meanwhile, which is what is tested: whoever
-        // saves may assume nothing of bytes that it reads again.
+        // SAFETY: this many bytes are readable. They change meanwhile, which is what is tested: a
+        // save may assume nothing about bytes that it reads again.
         let data = unsafe {
             std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), 8 * self.words.len())
         };
@@ -63,7 +63,7 @@ impl Changing {
     }
 }
 
-/// Values in memory, not enough of it, and none; all objects at once, and one at a time.
+/// The parent in memory, partly in memory, and not at all; all objects staged at once, and one at a time.
 #[test]
 fn what_is_stored_and_kept_are_the_values_before_staged() {
     for (parent_memory, staging_memory) in [(1 << 30, None), (400_000, Some(0)), (0, Some(8 << 20))]

@@ -1,4 +1,4 @@
-//! What each checkpoint is a difference from, whatever happens to those around it.
+//! Which checkpoint each one is a delta of, whatever happens to the others.
 
 use s4weights::store::{
     Checkpoint, CheckpointId, CheckpointStore, Reason, Retention, StoreOptions, WhyBase,
@@ -6,7 +6,7 @@ use s4weights::store::{
 
 use crate::run::{State, memory, open, options};
 
-/// The step of the checkpoint that one is a difference from.
+/// The step of the checkpoint that `id` is a delta of.
 fn of_step(store: &CheckpointStore, id: CheckpointId) -> Option<u64> {
     let state = store.state().unwrap();
     let base = state.get(id).unwrap().base?;
@@ -18,7 +18,7 @@ fn hops(store: &CheckpointStore, id: CheckpointId) -> usize {
     store.state().unwrap().chain(id).unwrap().len() - 1
 }
 
-/// Saves the next step; gives the step that it is a difference from.
+/// Saves the next step; returns the step that it is a delta of.
 fn go_on(store: &CheckpointStore, state: &mut State, step: u64) -> Option<u64> {
     state.step(step);
     let saved = state.save(store, step).unwrap();
@@ -86,7 +86,7 @@ fn hops_make_a_line_or_a_star() {
 fn every_process_goes_on_where_the_one_before_stopped() {
     let place = memory();
     let mut state = State::new(10_000);
-    // What is read back is kept when it is wanted again, and is the same either way.
+    // A parent that is read back is kept if it is needed again; the choice of parents is the same either way.
     for (step, parent) in (0..17).zip(SIXTEEN) {
         let parent_memory = [1 << 30, 200_000, 0][step as usize % 3];
         let store = open(&place, StoreOptions { parent_memory, ..options() });
@@ -107,7 +107,7 @@ fn numbers_go_on_when_those_before_are_retired() {
     let mut state = State::new(10_000);
     for (step, parent) in (0..17).zip(SIXTEEN) {
         if step % 5 == 4 {
-            // Another process finds as little in the list as this one.
+            // Another process finds the same short list.
             store = open(&place, with());
         }
         assert_eq!(go_on(&store, &mut state, step), parent, "{step}");
@@ -124,7 +124,7 @@ fn an_anchor_stays_as_long_as_others_need_it() {
     assert!(store.retire(&[four], "test").is_err());
     store.retire(&[at_step(&store, 5).id(), at_step(&store, 1).id()], "test").unwrap();
     assert!(store.retire(&[four], "test").is_err());
-    // Without the one that was saved last, the newest that is left counts.
+    // If the checkpoint saved last is gone, the newest one left counts.
     store.retire(&[at_step(&store, 6).id()], "test").unwrap();
     assert_eq!(go_on(&store, &mut state, 10), Some(4));
     store.retire(&[at_step(&store, 10).id(), four], "test").unwrap();
@@ -140,7 +140,7 @@ fn a_rebased_anchor_is_a_base_of_its_own() {
     train(&store, &mut state, 0..6);
     let new = store.rebase(at_step(&store, 4).id(), None).unwrap();
     assert_eq!((new.since_base(), hops(&store, at_step(&store, 5).id())), (0, 1));
-    // It is in the anchor's place, for this handle and for others.
+    // The rebased checkpoint takes the anchor's place, for this handle and for others.
     assert_eq!(go_on(&store, &mut state, 6), Some(4));
     let other = open(&place, options());
     assert_eq!(go_on(&other, &mut state, 7), Some(4));
@@ -148,7 +148,7 @@ fn a_rebased_anchor_is_a_base_of_its_own() {
     assert_eq!((hops(&other, at_step(&other, 8).id()), go_on(&other, &mut state, 9)), (1, Some(8)));
     let list = other.list().unwrap();
     assert!(list.iter().all(|c| hops(&other, c.id()) <= 2));
-    // What was rebased may also be what was saved last.
+    // The rebased checkpoint may also be the one saved last.
     other.rebase(at_step(&other, 9).id(), None).unwrap();
     assert_eq!(go_on(&other, &mut state, 10), Some(9));
     assert_eq!(at_step(&other, 10).since_base(), 1);
@@ -165,13 +165,13 @@ fn two_writers_each_follow_their_own_line() {
     for n in 1..9u64 {
         parents[0].push(go_on(&one, &mut a, n));
         b.step(1000 + n);
-        // Neither's values are mistaken for the other's.
+        // Neither writer's values are mistaken for the other's.
         let saved = b.save(&two, 100 + n).unwrap();
         parents[1].push(of_step(&two, saved.checkpoint.id()));
         assert_eq!(State::load(&one, Some(100 + n)).unwrap(), b);
     }
     assert_eq!(parents[0], SIXTEEN[1..9]);
-    // The second one began after the first one's first delta, as number 2.
+    // The second writer began after the first one's first delta, at position 2 since the base.
     let n = Some;
     assert_eq!(parents[1], [n(0), n(0), n(0), n(103), n(103), n(103), n(0), n(107)]);
     let list = one.list().unwrap();
@@ -188,11 +188,11 @@ fn a_run_that_went_back_goes_on_from_there() {
     let store = open(&place, options());
     let mut state = State::load(&store, Some(5)).unwrap();
     state.step(77);
-    // Step 5 was number 5, a delta of 4.
+    // Step 5 was at position 5 since the base, a delta of 4.
     let saved = state.save(&store, 6).unwrap();
     assert_eq!(of_step(&store, saved.checkpoint.id()), Some(4));
     assert_eq!(saved.checkpoint.since_base(), 6);
-    // What is looked at in between does not matter.
+    // Loading another step in between does not matter.
     State::load(&store, Some(10)).unwrap();
     state.step(78);
     let saved = state.save(&store, 7).unwrap();

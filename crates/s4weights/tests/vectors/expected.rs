@@ -1,6 +1,6 @@
-//! `testdata/golden/expected.json`: what every golden file holds, for readers that are not this one.
+//! `testdata/golden/expected.json`: what every golden file holds, for other readers than this one.
 //!
-//! `S4_WRITE_VECTORS=<folder>` keeps what is computed.
+//! `S4_WRITE_VECTORS=<folder>` keeps the computed file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ fn copy_folder(from: &Path, to: &Path) {
 
 /// Every listed checkpoint of a store, from the oldest to the newest.
 fn store_facts(folder: &Path) -> Value {
-    // Opened as a copy: an open store may refresh its hint.
+    // Opens a copy, because opening a store may refresh its view.
     let dir = tempfile::tempdir().unwrap();
     copy_folder(folder, dir.path());
     let place = Place::folder(dir.path());
@@ -77,14 +77,14 @@ fn store_facts(folder: &Path) -> Value {
 #[test]
 fn golden_files_hold_what_is_written_down() {
     let root = kept().unwrap_or_else(|| repository("testdata")).join("golden");
-    // Files of GPUs are never made here.
+    // Files that a GPU wrote are never made here.
     let gpu = repository("testdata/golden/gpu");
     let mut files = serde_json::Map::new();
     for name in ["bf16.s4w", "fp32.s4w", "patterns.s4w"] {
         files.insert(format!("gpu/{name}"), facts(&open(&gpu.join(name), None)));
     }
     if kept().is_some() && !root.join("store/repo.json").exists() {
-        // The chain and the store are being made by the tests beside this one.
+        // The other tests are still making the chain and the store.
         return;
     }
     let packed = ["packed/predicted", "packed/blended", "packed/updated"];
@@ -106,7 +106,7 @@ fn golden_files_hold_what_is_written_down() {
     assert!(written == found, "{} says something else", path.display());
 }
 
-/// JSON with a line for each tensor.
+/// JSON with one line per tensor.
 fn lines(value: &Value) -> String {
     serde_json::to_string(value).unwrap().replace("{\"blake3\"", "\n{\"blake3\"") + "\n"
 }

@@ -1,6 +1,7 @@
 //! Files and a store that the CPU wrote: `testdata/golden/chain`, `packed` and `store`.
 //!
-//! `S4_WRITE_VECTORS=<folder>` keeps what is written, to make them for a new version of the format.
+//! `S4_WRITE_VECTORS=<folder>` keeps what the tests write, to make these files again for a new
+//! version of the format.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,7 +15,7 @@ use s4weights::{Contents, DType, Preset, Reader, Source, TensorSource, WriteOpti
 
 use crate::{Owned, repository};
 
-/// Where vectors are kept, if they are to be.
+/// Where to keep the vectors, if they are kept.
 pub(crate) fn kept() -> Option<PathBuf> {
     std::env::var_os("S4_WRITE_VECTORS").map(PathBuf::from)
 }
@@ -78,13 +79,13 @@ fn contents(step: u64) -> Contents {
 /// Rows of the matrices of [`state`].
 const ROWS: usize = 32;
 
-/// The state of a run in mixed precision at step 0 or 1, and its roles: one matrix, of an embedding a first moment, and a
-/// matrix of a model that is in bf16 alone.
+/// The state of a mixed-precision run at step 0 or 1, and its roles: one matrix with its master and
+/// second moment, an embedding's first moment, and a matrix of a bf16-only model.
 fn state(step: u64) -> (Vec<Owned>, Roles) {
     let fp32 = format!("gpt98m_fp32_s{step}");
     let cols = 192;
     let of = |name: &str, tensor: &str, rows: usize| {
-        // The first columns of rows of 768.
+        // The first columns, of rows of 768.
         let all = slice(&fp32, tensor, 4 * 768 * rows);
         let data = all.chunks(4 * 768).flat_map(|row| &row[..4 * cols]).copied().collect();
         Owned::new(name, DType::Float32, &[rows as u64, cols as u64], data)
@@ -142,12 +143,12 @@ fn write_chain(
     );
 }
 
-/// Everything in front of the manifest.
+/// The length of everything before the manifest.
 fn body(file: &[u8]) -> usize {
     s4weights::format::file::Footer::parse(file, file.len() as u64).unwrap().offset as usize
 }
 
-/// Compares what was written with the golden files, except their manifests, which name the program's version.
+/// Compares the written files with the golden ones, except their manifests, which name the program's version.
 fn compare(folder: &Path, golden: &str) {
     for name in ["base.s4w", "delta.s4w"] {
         let written = std::fs::read(folder.join(name)).unwrap();
@@ -164,7 +165,7 @@ fn compare(folder: &Path, golden: &str) {
 fn the_golden_chain_is_what_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/chain");
-    // Of planes and of XOR alone, as every preset wrote when it was made.
+    // Planes and XOR only, as every preset wrote when these files were made.
     write_chain(&folder, Preset::Fast, |step| (checkpoint(step), None, contents(step)));
     compare(&folder, "testdata/golden/chain");
 }
@@ -185,7 +186,7 @@ fn the_golden_predictions_are_what_is_written() {
         parent.iter().for_each(|p| reader.set_parent(Arc::new(open(p))).unwrap());
         reader.inspect(false).unwrap().tensors.into_iter().map(|t| t.plan).collect()
     };
-    // Every prediction that there is.
+    // Every kind of prediction.
     let base = plans("base.s4w", None);
     assert_eq!(base[0], "cast xor fields");
     assert!(base[2].starts_with("rank1 magnitude"), "{base:?}");
@@ -201,8 +202,8 @@ fn the_golden_predictions_are_what_is_written() {
     compare(&folder, "testdata/golden/packed/predicted");
 }
 
-/// Compares a golden folder with what is written of a state at step 0, and at step 1 as a delta, in which a plan must be
-/// such a one.
+/// Compares a golden folder with the files written from a state at step 0 and, as a delta, at step
+/// 1. One plan of the delta must satisfy `expected`.
 fn golden_delta(
     name: &str,
     state: impl Fn(u64) -> (Vec<Owned>, Roles),
@@ -240,7 +241,7 @@ fn the_golden_update_is_what_is_written() {
     golden_delta("golden/packed/updated", updated, |p| p.moments() == Some([1, 2]));
 }
 
-/// A second moment of which a part stays from step to step, beside what its rows and columns say.
+/// A second moment that keeps part of each value from step to step, beyond what rows and columns predict.
 fn blended(step: u64) -> (Vec<Owned>, Roles) {
     let cols = 768;
     let all = slice("gpt98m_fp32_s0", "optimizer.exp_avg_sq.h.5.proj.weight", 4 * cols * ROWS);
@@ -266,8 +267,8 @@ fn the_golden_blend_is_what_is_written() {
     golden_delta("golden/packed/blended", blended, plan);
 }
 
-/// Makes the golden store: four checkpoints, each a delta of the one before; the third is rebased,
-/// so that the fourth is a delta of something that is gone.
+/// Makes the golden store: four checkpoints, each a delta of the one before. The third is rebased,
+/// so that the fourth is a delta of a checkpoint that is gone.
 #[test]
 fn the_golden_store_can_be_made_again() {
     let dir = tempfile::tempdir().unwrap();
@@ -294,7 +295,7 @@ fn the_golden_store_can_be_made_again() {
     store.unpin(saved[0].id()).unwrap();
     let replaced = store.rebase(saved[2].id(), None).unwrap();
     store.retire(&[saved[1].id()], "not needed").unwrap();
-    // What a writer that died has left behind: the sweep gives it up.
+    // What a dead writer left behind: the sweep gives it up.
     let orphan = folder.join("ck/01900000-0000-7000-8000-000000000000");
     std::fs::create_dir_all(&orphan).unwrap();
     std::fs::write(orphan.join("d-0"), [0; 16]).unwrap();

@@ -1,7 +1,7 @@
 //! `testdata/refuse`: files that every reader must refuse, and why.
 //!
-//! Each is a small good file with one thing changed and all checksums mended, so that nothing but the
-//! rule that it breaks gives it away. `S4_WRITE_VECTORS=<folder>` keeps what is made.
+//! Each is a small good file with one thing changed and all checksums corrected, so that only the
+//! broken rule gives it away. `S4_WRITE_VECTORS=<folder>` keeps the files.
 
 use s4weights::format::file::{FOOTER_LEN, Footer};
 use s4weights::format::{ChunkRecord, Digest, Error as FormatError, StreamEntry, crc32c};
@@ -20,20 +20,20 @@ struct Case {
     why: String,
 }
 
-/// A good file taken apart: what a case changes before it is put together again.
+/// A good file taken apart, for a case to change before it is put together again.
 struct Parts {
     /// Header, chunks and blocks.
     data: Vec<u8>,
     table: Vec<u8>,
     manifest: String,
-    /// Where the bytes that chunks lie in end.
+    /// Where the object with the chunks ends.
     object: usize,
     old: [Digest; 2],
-    /// Bytes of the table.
+    /// Original length of the table, in bytes.
     old_len: u64,
 }
 
-/// Offset of the first record, and bytes of one.
+/// Offset of the first record in the tensor table, and bytes of a record.
 const RECORDS: usize = 16;
 const RECORD: usize = 32;
 
@@ -56,7 +56,7 @@ impl Parts {
         }
     }
 
-    /// The whole file, every checksum that covers what was changed mended.
+    /// The whole file, with every checksum over changed bytes corrected.
     fn build(mut self) -> Vec<u8> {
         let [object, table] = self.old.map(|d| d.to_string());
         let now = Digest::of(&self.data[..self.object]).to_string();
@@ -84,7 +84,7 @@ impl Parts {
         self.table[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Adds dimensions after all others; gives the number of the first.
+    /// Adds dimensions after all others; returns the index of the first.
     fn add_dimensions(&mut self, dims: &[u64]) -> u8 {
         let field = |at: usize| u32::from_le_bytes(self.table[at..at + 4].try_into().unwrap());
         let (records, before) = (field(0) as usize, field(4));
@@ -95,14 +95,15 @@ impl Parts {
         u8::try_from(before).unwrap()
     }
 
-    /// Offset and bytes of a record's block.
+    /// Offset and length of a record's block.
     fn place(&self, number: usize) -> (usize, usize) {
         let record = RECORDS + number * RECORD;
         let field = |at: usize| u32::from_le_bytes(self.table[at..at + 4].try_into().unwrap());
         (field(record + 16) as usize, field(record + 24) as usize)
     }
 
-    /// Makes one chunk lie where another does that has the same bytes: both are a record and a number.
+    /// Makes chunk `to` point to the frame of chunk `from`, which has the same bytes. Both are the
+    /// index of a record and of a chunk in it.
     fn share_chunk(&mut self, from: (usize, usize), to: (usize, usize)) {
         let read = |(record, number): (usize, usize)| {
             let (offset, len) = self.place(record);
@@ -134,7 +135,7 @@ impl Parts {
         if record.plain {
             return;
         }
-        // The header, and every stream where it was: none of this file's is `raw`.
+        // The header, and every stream in its place: this file has no `raw` stream.
         let mut covered = self.data[start..start + 32].to_vec();
         let mut from = start + 32;
         for len in lens {
@@ -150,7 +151,7 @@ type Change = fn(&mut Parts);
 /// The small file's only plan.
 const NO_PLAN: &str = r#"{"predictor":0,"residual":0,"layout":3}"#;
 
-/// A plan with contexts `update`, with these moments.
+/// A plan with contexts `update` and these moments.
 fn update_plan(moments: &[u32]) -> String {
     let own: String = moments.iter().map(|n| format!(r#",{{"tensor":{n}}}"#)).collect();
     let parent = format!(r#"{{"manifest":"{}","tensor":0}}"#, Digest::of(b""));
@@ -158,7 +159,7 @@ fn update_plan(moments: &[u32]) -> String {
     format!(r#"{plan},"inputs":[{parent}{own}],"contexts":2}}"#)
 }
 
-/// Of the small file: four bfloat16 values in a pack, one plain chunk.
+/// Cases of the small file: four bfloat16 values in a pack, one plain chunk.
 const PLAIN: &[(&str, &str, &str, Change)] = &[
     (
         "manifest-unknown-member",
@@ -361,7 +362,7 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
     ("chunk-values-damaged", "corrupt", "a value was changed", |p| p.chunk(0, &[0x81])),
 ];
 
-/// Of a file with one coded chunk: an exponent plane in `rans`, at offset 32, two `const` planes.
+/// Cases of a file with one coded chunk: an exponent plane in `rans`, at offset 32, two `const` planes.
 const CODED: &[(&str, &str, &str, Change)] = &[
     ("chunk-unknown-codec", "unsupported", "codec 77", |p| p.chunk(0, &[77])),
     ("chunk-unlisted-closed-codec", "unsupported", "a closed codec that is not listed", |p| {
@@ -405,8 +406,8 @@ const CODED: &[(&str, &str, &str, Change)] = &[
     }),
 ];
 
-/// Of a file with two tensors, `ab` and `cd`, each in a pack of its own (records 2 and 3): two plain
-/// chunks of the same 8 bytes.
+/// Cases of a file with two tensors, `ab` and `cd`, each in a pack of its own (records 2 and 3):
+/// two plain chunks of the same 8 bytes.
 const PAIR: &[(&str, &str, &str, Change)] = &[
     ("table-name-twice", "corrupt", "two tensors have one name", |p| {
         let cd = p.table.len() - 2;
@@ -428,13 +429,13 @@ const PAIR: &[(&str, &str, &str, Change)] = &[
     }),
 ];
 
-/// Of a file with one tensor of two coded chunks that are alike.
+/// Cases of a file with one tensor of two identical coded chunks.
 const ALIKE: &[(&str, &str, &str, Change)] =
     &[("block-chunk-twice", "corrupt", "two chunks of a tensor are the same bytes", |p| {
         p.share_chunk((0, 0), (0, 1));
     })];
 
-/// Values whose exponents are 127 or 128, and that are 0 otherwise.
+/// Values whose exponents are 127 or 128, and whose other bits are 0.
 fn coded_file() -> Vec<u8> {
     let mut x = 1u32;
     let values = (0..4096).flat_map(|_| {
@@ -462,7 +463,7 @@ fn alike_file() -> Vec<u8> {
     save(&[values], WriteOptions::default())
 }
 
-/// Cases without mended checksums.
+/// Cases whose checksums are not corrected.
 fn damaged() -> Vec<(&'static str, &'static str, &'static str, Vec<u8>)> {
     let good = plain_file();
     let with = |at: usize, byte: u8| {
@@ -509,7 +510,7 @@ fn all() -> Vec<(Case, Vec<u8>)> {
     out
 }
 
-/// The kind of error that reading all of a file ends with.
+/// The kind of error that reading a whole file ends with.
 fn verdict(file: Vec<u8>) -> String {
     let reader = match common::open(file) {
         Ok(reader) => reader,

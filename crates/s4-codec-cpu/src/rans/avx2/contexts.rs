@@ -14,13 +14,14 @@ use super::{VECTORS, WIDTH};
 /// Symbols of all tables.
 const ALL: usize = MAX_TABLES * 256;
 
-/// The codes of the symbols of several tables: of symbol `s` in table `t` that with number `256 t + s`.
+/// The codes of the symbols of several tables: that of symbol `s` in table `t` is at index
+/// `256 t + s`.
 pub(crate) struct Encoder {
     codes: Box<[Code; ALL]>,
     padding: u8,
 }
 
-/// The codes of a block: of each step those of all lanes.
+/// The codes of a block: for each step, those of all lanes.
 type Steps = [[Codes; VECTORS]; RUN];
 
 impl Encoder {
@@ -80,7 +81,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Encodes a block into what lies before `at` in `words`. What is in `codes` does not matter.
+    /// Encodes a block into the bytes before `at` in `words`. `codes` is scratch space.
     ///
     /// # Safety
     /// - The machine has AVX2.
@@ -105,9 +106,9 @@ impl Encoder {
             for vector in (0..VECTORS).rev() {
                 let states = &mut states[vector * WIDTH..][..WIDTH];
                 let (first, second) = (&first[vector], &second[vector]);
-                // SAFETY: `states` are 32 bytes, to be read and written. A pair of steps emits at most 16 bytes for
-                // each register, and overwrites as many before: all pairs together at most half of MOST_BLOCK and
-                // 16 bytes.
+                // SAFETY: `states` are 32 bytes, to be read and written. A pair of steps emits at
+                // most 16 bytes for each register, and always writes 16: all pairs together touch
+                // at most half of MOST_BLOCK and 16 bytes.
                 unsafe {
                     let mut x = _mm256_loadu_si256(states.as_ptr().cast());
                     emit(&mut x, _mm256_mullo_epi16(first.freq(), second.freq()), &mut next);
@@ -120,7 +121,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Looks up the codes with these numbers, and tells whether some are marked.
+    /// Looks up the codes at these indices; returns whether any of them is marked.
     #[inline]
     #[target_feature(enable = "avx2")]
     fn look_up(&self, numbers: &[u16; BLOCK], codes: &mut Steps) -> bool {
@@ -140,7 +141,7 @@ impl Encoder {
         _mm256_testz_si256(marks, marks) == 0
     }
 
-    /// For each lane a bit for each of its symbols that is escaped.
+    /// For each lane, a bit for each of its symbols that is escaped.
     #[cold]
     fn escaped(&self, numbers: &[u16; BLOCK]) -> Result<[u8; LANES]> {
         let mut escaped = [0; LANES];
@@ -160,7 +161,7 @@ impl Encoder {
     }
 }
 
-/// The numbers of the codes of a block's symbols.
+/// The indices of the codes of a block's symbols.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn numbers(symbols: &[u8; BLOCK], contexts: &[u8; BLOCK]) -> [u16; BLOCK] {
@@ -171,7 +172,7 @@ fn numbers(symbols: &[u8; BLOCK], contexts: &[u8; BLOCK]) -> [u16; BLOCK] {
         unsafe {
             let symbols = _mm256_loadu_si256(symbols[i].as_ptr().cast());
             let contexts = _mm256_loadu_si256(contexts[i].as_ptr().cast());
-            // In each half of the register.
+            // Interleaved within each half of the register.
             let low = _mm256_unpacklo_epi8(symbols, contexts);
             let high = _mm256_unpackhi_epi8(symbols, contexts);
             let to = numbers.as_mut_ptr().cast::<__m256i>();

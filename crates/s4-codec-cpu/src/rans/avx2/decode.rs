@@ -13,7 +13,8 @@ use super::{VECTORS, WIDTH};
 /// Bytes that the steps of one block may read: 64 for each refill of all lanes.
 const BLOCK_AHEAD: usize = 64 * RUN;
 
-/// For each set of lanes, which word each takes: the number of lanes of the set before it.
+/// For each set of lanes, the index of the word that each lane takes: how many lanes of the set
+/// come before it.
 static SPREAD: [[u8; WIDTH]; 256] = {
     let mut all = [[0; WIDTH]; 256];
     let mut set = 0;
@@ -57,7 +58,8 @@ impl<const P: i32> Decoder<P> {
     ///
     /// # Safety
     /// - The machine has AVX2, and the tables are of this `P`.
-    /// - The words and the spare of each segment are there; contexts are below the number of tables.
+    /// - The words and the spare of each segment are valid; contexts are below the number of
+    ///   tables.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     unsafe fn blocks_of<const N: usize, const CONTEXTS: bool>(
         &self,
@@ -125,8 +127,8 @@ impl<const P: i32> Decoder<P> {
         Ok(())
     }
 
-    /// One step of 8 lanes; the low bytes of `contexts` are the numbers of their tables. The new symbols enter
-    /// `symbols` from above.
+    /// One step of 8 lanes; the low bytes of `contexts` are the indices of their tables. The new
+    /// symbols are shifted into `symbols` from the top.
     ///
     /// # Safety
     /// - The machine has AVX2, and the tables are of this `P`.
@@ -158,7 +160,7 @@ impl<const P: i32> Decoder<P> {
     }
 }
 
-/// The contexts of a block: of each lane the first four, and the others.
+/// The contexts of a block: the first four of each lane, and the other four.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn unzipped(contexts: &[u8; BLOCK]) -> [[__m256i; VECTORS]; 2] {
@@ -170,14 +172,14 @@ fn unzipped(contexts: &[u8; BLOCK]) -> [[__m256i; VECTORS]; 2] {
             _mm256_castsi256_ps(_mm256_loadu_si256(rows[2 * v + i].as_ptr().cast()))
         };
         let in_order = |v| _mm256_permute4x64_epi64::<0xd8>(_mm256_castps_si256(v));
-        // Of lanes 0, 1, 4, 5, 2, 3, 6, 7.
+        // The shuffles give lanes 0, 1, 4, 5, 2, 3, 6, 7.
         halves[0][v] = in_order(_mm256_shuffle_ps::<0x88>(row(0), row(1)));
         halves[1][v] = in_order(_mm256_shuffle_ps::<0xdd>(row(0), row(1)));
     }
     halves
 }
 
-/// Gives a word to every lane below 2^16.
+/// Gives a word to every lane whose state is below 2^16.
 ///
 /// # Safety
 /// - The 16 bytes at `next` may be read.
@@ -186,7 +188,7 @@ fn unzipped(contexts: &[u8; BLOCK]) -> [[__m256i; VECTORS]; 2] {
 unsafe fn refill(x: &mut __m256i, next: &mut *const u8) {
     let needs = _mm256_cmpeq_epi32(_mm256_srli_epi32::<16>(*x), _mm256_setzero_si256());
     let set = _mm256_movemask_ps(_mm256_castsi256_ps(needs)) as usize;
-    // SAFETY: `SPREAD` has 8 bytes for each set; for the words as for this function, of which at
+    // SAFETY: `SPREAD` has 8 bytes for each set; the words may be read as for this function, and at
     // most 8 are taken.
     let (spread, words) = unsafe {
         let spread = _mm_loadl_epi64(SPREAD[set].as_ptr().cast());

@@ -11,10 +11,10 @@ use super::super::stream::{BLOCK, LANES, RUN};
 use super::super::table::Table;
 use super::{VECTORS, WIDTH};
 
-/// Bytes that a block emits at most, and that may be overwritten before them.
+/// The most bytes that a block emits, with those that it may overwrite before them.
 pub(super) const MOST_BLOCK: usize = 2 * LANES * RUN;
 
-/// For each set of lanes, which lane each of 8 places takes: those of the set, in order, last.
+/// For each set of lanes, the lane for each of 8 places: the lanes of the set come last, in order.
 static GATHER: [[u8; WIDTH]; 256] = {
     let mut all = [[0; WIDTH]; 256];
     let mut set = 0usize;
@@ -33,16 +33,16 @@ static GATHER: [[u8; WIDTH]; 256] = {
     all
 };
 
-/// What the encoder needs of a symbol, to be loaded as 8 bytes.
+/// What the encoder needs to know about a symbol, loaded as 8 bytes.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
 pub(super) struct Code {
     multiplier: u32,
-    /// 256 less the frequency.
+    /// 256 minus the frequency.
     less: u8,
     freq: u8,
     start: u8,
-    /// Above the shift, marks.
+    /// The shift, with marks in the bits above it.
     shift: u8,
 }
 
@@ -64,7 +64,7 @@ impl Code {
         })
     }
 
-    /// The code with a mark, which [`Codes::take_marks`] has to take away before it is used.
+    /// The code with a mark, which [`Codes::take_marks`] must remove before the code is used.
     pub(super) fn marked(self, mark: u8) -> Self {
         Self { shift: self.shift | mark, ..self }
     }
@@ -75,12 +75,12 @@ impl Code {
     }
 }
 
-/// The codes of all symbols; those that the table lacks have that of the escape.
+/// The codes of all symbols; symbols that the table lacks have the code of the escape.
 pub(crate) struct Encoder {
     codes: [Code; 256],
     /// The symbols of the table.
     known: Set,
-    /// Whether others can be escaped.
+    /// Whether other symbols can be escaped.
     escapes: bool,
     padding: u8,
 }
@@ -127,7 +127,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Encodes blocks, the last one first, into what lies before `at` in `words`.
+    /// Encodes blocks, the last one first, into the bytes before `at` in `words`.
     ///
     /// # Safety
     /// - The machine has AVX2.
@@ -151,8 +151,8 @@ impl Encoder {
                 put_escapes(states, block, &missing, words, at);
             }
             let mut next = words[..*at].as_mut_ptr_range().end;
-            // SAFETY: a pair of steps emits at most 16 bytes for each register, and overwrites as
-            // many before: all pairs together at most half of MOST_BLOCK and 16 bytes.
+            // SAFETY: a pair of steps emits at most 16 bytes for each register, and always writes
+            // 16: all pairs together touch at most half of MOST_BLOCK and 16 bytes.
             unsafe { self.steps(states, block, &mut next) };
             *at = next as usize - words.as_ptr() as usize;
         }
@@ -171,7 +171,7 @@ impl Encoder {
             for vector in (0..VECTORS).rev() {
                 let states = &mut states[vector * WIDTH..][..WIDTH];
                 let symbols = &block.as_chunks::<{ WIDTH * RUN }>().0[vector];
-                // The remainder is what the compiler does not know.
+                // The remainder shows the compiler that the index is in bounds.
                 let of = |k: usize| {
                     move |lane: usize| {
                         &raw const self.codes[usize::from(symbols[RUN * lane + k % RUN])]
@@ -260,11 +260,11 @@ pub(super) struct Codes {
 
 impl Codes {
     pub(super) const ZERO: Self = {
-        // SAFETY: all bits zero is a value of a vector.
+        // SAFETY: all bits zero is a valid vector.
         unsafe { std::mem::zeroed() }
     };
 
-    /// Takes the marks of the codes away and adds them to others.
+    /// Removes the marks from the codes and adds them to `marks`.
     #[inline]
     #[target_feature(enable = "avx2")]
     pub(super) fn take_marks(&mut self, marks: &mut __m256i) {
@@ -314,7 +314,7 @@ pub(super) unsafe fn emit(x: &mut __m256i, limit: __m256i, next: &mut *mut u8) {
     let words =
         _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
     // SAFETY: as for this function; what is written before the words is overwritten by the next
-    // ones, or is no part of the output.
+    // ones or is not part of the output.
     unsafe {
         _mm_storeu_si128(next.sub(16).cast(), words);
         *next = next.sub(2 * set.count_ones() as usize);

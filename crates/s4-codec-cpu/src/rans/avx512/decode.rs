@@ -17,7 +17,7 @@ const ODD: u64 = 0xaaaa_aaaa_aaaa_aaaa;
 /// Bytes that the steps of one block may read: a register for each refill.
 const BLOCK_AHEAD: usize = 64 * RUN / 2;
 
-/// What a slot stands for, in a form that is looked up by permutations.
+/// What each slot stands for, in tables for look-up by permutations.
 #[repr(align(64))]
 pub(crate) struct Decoder {
     /// Frequency of the symbol that owns the slot.
@@ -25,7 +25,7 @@ pub(crate) struct Decoder {
     /// The smallest `c` with `freq * c / 256 == slot - start`. With the slot, the low byte of the
     /// state, replaced by it, one multiplication gives `freq * (x >> 8) + slot - start`.
     carry: [u8; 256],
-    /// The symbol; for slots of the escape one that is not in the table.
+    /// The symbol; for slots of the escape, one that is not in the table.
     symbol: [u8; 256],
     /// The symbol that stands for the escape, if there is one.
     escape: Option<u8>,
@@ -39,12 +39,12 @@ struct SegmentDecoder {
     words: Words,
     /// Where the next block goes.
     out: *mut u8,
-    /// Blocks to be decoded.
+    /// Blocks still to be decoded.
     blocks: usize,
 }
 
 impl SegmentDecoder {
-    /// A decoder of the same once more, into `nothing`.
+    /// A decoder that decodes the same segment once more, into `nothing`.
     fn repeat(self, spare: *mut Spare, nothing: &mut [u8; BLOCK]) -> Self {
         Self { words: self.words.with_spare(spare), out: nothing.as_mut_ptr(), ..self }
     }
@@ -67,7 +67,7 @@ impl Decoder {
         Some(this)
     }
 
-    /// Gives `freq` slots from `start` on to a symbol.
+    /// Assigns `freq` slots from `start` on to a symbol.
     fn fill(&mut self, start: usize, freq: u8, symbol: u8) {
         let slots = start..start + usize::from(freq);
         self.freq[slots.clone()].fill(freq);
@@ -80,7 +80,7 @@ impl Decoder {
         }
     }
 
-    /// Decodes segments into the ranges of `symbols` that they are given with.
+    /// Decodes segments into the ranges of `symbols` that come with them.
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
@@ -128,7 +128,7 @@ impl Decoder {
             });
         }
         // SAFETY: each segment has its own words, spare and part of `symbols`, of at least as many
-        // blocks as it says; the machine is as demanded.
+        // blocks as it says; the machine is as for this function.
         unsafe { self.advance::<N>(&mut segments)? };
         let ranges = || group.iter().flatten().map(|(range, _)| range.clone());
         for ((segment, range), block) in segments.iter_mut().zip(ranges()).zip(&mut last_blocks) {
@@ -146,13 +146,13 @@ impl Decoder {
         Ok(())
     }
 
-    /// Decodes the blocks of all segments, as many side by side as still have some. Places without a
-    /// segment repeat one that has blocks, for nothing.
+    /// Decodes the blocks of all segments side by side, as long as segments have blocks. Places
+    /// without such a segment repeat another one and discard the result.
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
     /// - There are at most `N` segments. The words, the spare and the room for `blocks` blocks at
-    ///   `out` of each are there, and those that are written are its own.
+    ///   `out` of each are valid, and what is written of them belongs to that segment alone.
     unsafe fn advance<const N: usize>(&self, segments: &mut [SegmentDecoder]) -> Result<()> {
         let mut spares = [const { Spare::NEW }; N];
         let mut nothing = [0; BLOCK];
@@ -169,8 +169,8 @@ impl Decoder {
                     (some.repeat(spare, &mut nothing), 0)
                 }
             });
-            // SAFETY: what segments write is their own, or `nothing`, which no one reads; each has
-            // `some.blocks` blocks of room or the stride 0.
+            // SAFETY: each segment writes only memory of its own, or `nothing`, which is never
+            // read; each has `some.blocks` blocks of room or the stride 0.
             unsafe { self.blocks(&mut work, some.blocks)? };
             for (segment, (done, stride)) in segments.iter_mut().zip(work) {
                 if stride > 0 {
@@ -182,11 +182,12 @@ impl Decoder {
         Ok(())
     }
 
-    /// Decodes `blocks` blocks of each segment; a segment's stride says how far apart they are.
+    /// Decodes `blocks` blocks of each segment; a segment's stride is the distance between its
+    /// blocks in the output.
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
-    /// - The words and the spare of each segment are there; so is the room for the blocks.
+    /// - The words and the spare of each segment and the room for its blocks are valid.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
         &self,
@@ -223,7 +224,7 @@ impl Decoder {
             for (segment, next) in segments.iter_mut().zip(next) {
                 segment.0.words.next = next;
             }
-            // SAFETY: as for this function: the block of each segment is there.
+            // SAFETY: as for this function: the room for each segment's block is valid.
             unsafe {
                 first.finish(&steps[0], &mut segments[..2], self.escape)?;
                 if N == 4 {
@@ -244,7 +245,7 @@ struct Tables {
     freq: [__m512i; 4],
     carry: [__m512i; 4],
     symbol: [__m512i; 4],
-    /// The word 1, 32 times; the compiler does not see which number it is, or it would replace
+    /// The word 1, 32 times. The number is hidden from the compiler, which would otherwise replace
     /// additions under a mask by slower code.
     one: __m512i,
 }
@@ -346,7 +347,7 @@ impl Pair {
             let rows = to_symbols(steps, n);
             let mut escapes = [0; 4];
             for j in 0..4 {
-                // SAFETY: 64 of the BLOCK bytes that are there.
+                // SAFETY: 64 of the BLOCK bytes of the output.
                 unsafe { _mm512_storeu_si512(segment.out.add(64 * j).cast(), rows[j]) };
                 escapes[j] = _mm512_cmpeq_epi8_mask(rows[j], marker);
             }
@@ -375,7 +376,7 @@ impl States {
         self.high = _mm512_mask_add_epi16(high, carried, high, one);
     }
 
-    /// Gives a word to every lane below 2^16.
+    /// Gives a word to every lane whose state is below 2^16.
     ///
     /// # Safety
     /// - The 64 bytes at `next` may be read.
@@ -396,7 +397,7 @@ impl States {
     /// bit for each symbol of `rows`. In each round every lane with escapes left fills its first one.
     ///
     /// # Safety
-    /// - Segment and spare of `words` are there, and [`Words::check`] has succeeded.
+    /// - Segment and spare of `words` are valid, and [`Words::check`] has succeeded.
     #[cold]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     unsafe fn take_escapes(
@@ -412,7 +413,7 @@ impl States {
             if served == 0 {
                 return Ok(());
             }
-            // Each byte's lowest bit that is set.
+            // The lowest bit set in each byte.
             let first = _mm256_and_si256(left, _mm256_sub_epi8(_mm256_setzero_si256(), left));
             left = _mm256_andnot_si256(first, left);
             let (lower, upper) =
@@ -424,9 +425,9 @@ impl States {
                 _mm_extract_epi64::<1>(upper),
             ];
             for (j, places) in places.into_iter().enumerate() {
-                // The low byte of its lane's state for every symbol of a row.
+                // For every symbol of a row, the low byte of its lane's state.
                 let bytes = _mm512_permutexvar_epi8(load(&LOW_BYTES[j]), self.low);
-                // SAFETY: 64 of the BLOCK bytes that are there.
+                // SAFETY: 64 of the BLOCK bytes of the output.
                 unsafe {
                     _mm512_mask_storeu_epi8(segment.out.add(64 * j).cast(), places as u64, bytes);
                 }

@@ -11,7 +11,7 @@ use super::super::stream::{BLOCK, LANES, RUN};
 use super::super::table::Table;
 use super::transpose::{load, to_steps};
 
-/// Symbols that can be looked up, the escape among them.
+/// Symbols that can be looked up, including the escape.
 const CODES: usize = 64;
 /// The code of the escape.
 const ESCAPE: u8 = CODES as u8 - 1;
@@ -19,14 +19,14 @@ const ESCAPE: u8 = CODES as u8 - 1;
 /// What the encoder looks up.
 #[repr(align(64))]
 pub(crate) struct Encoder {
-    /// The code of each symbol: its number in the table, or [`ESCAPE`].
+    /// The code of each symbol: its index in the table, or [`ESCAPE`].
     code: [u8; 256],
-    /// Of each code the frequency (low byte) and the first slot (high byte).
+    /// For each code, the frequency (low byte) and the first slot (high byte).
     slots: [u16; CODES],
-    /// The reciprocal of the frequency and its shift.
+    /// For each code, the reciprocal of the frequency and its shift.
     multiplier: [u16; CODES],
     shift: [u16; CODES],
-    /// What blocks are padded with.
+    /// The symbol that blocks are padded with.
     padding: u8,
     escapes: bool,
 }
@@ -38,7 +38,7 @@ struct SegmentEncoder<'a, 'b> {
     high: [u16; LANES],
     /// Blocks that are not encoded yet: the first ones of the segment.
     blocks: usize,
-    /// Where the words begin that are written.
+    /// Where the words written so far begin.
     at: usize,
 }
 
@@ -108,7 +108,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Encodes as many blocks as each of `N` segments has left.
+    /// Encodes as many blocks of each of `N` segments as all of them have left.
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
@@ -166,7 +166,7 @@ impl Encoder {
                     let s = [&mut s0, &mut s1, &mut s2, &mut s3];
                     for (j, s) in s.into_iter().enumerate() {
                         if i == j {
-                            // SAFETY: the escapes of a block emit at most half of MOST_BLOCK.
+                            // SAFETY: the escapes of a block emit at most half of MOST_BLOCK bytes.
                             unsafe { s.put_escapes(&mut next[i], symbols, escapes) };
                         }
                     }
@@ -200,7 +200,7 @@ impl Encoder {
     }
 }
 
-/// Bytes that a block emits at most: a word of each lane for each pair of steps, and as many for
+/// The most bytes that a block emits: a word of each lane for each pair of steps, and as many for
 /// its escapes.
 const MOST_BLOCK: usize = 2 * LANES * RUN;
 
@@ -210,7 +210,7 @@ fn no_room() -> Error {
 }
 
 impl SegmentEncoder<'_, '_> {
-    /// Leaves states and length in the part.
+    /// Stores the states and the length in the part.
     fn finish(self) {
         for (l, state) in self.part.states.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             *state = (u32::from(self.high[l]) << 16 | u32::from(self.low[l])).to_le_bytes();
@@ -261,7 +261,7 @@ impl Tables {
         (codes, escapes)
     }
 
-    /// What the low bytes of the words of `codes` stand for.
+    /// Looks up the codes in the low bytes of the words of `codes`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw")]
     fn look_up(&self, codes: __m512i) -> Symbol {
@@ -276,7 +276,7 @@ impl Tables {
     }
 }
 
-/// What the encoder needs of 32 symbols, as words.
+/// What the encoder needs to know about 32 symbols, as words.
 struct Symbol {
     freq: __m512i,
     start: __m512i,
@@ -315,7 +315,7 @@ impl States {
         Self { low: zero, high: zero }
     };
 
-    /// Codes two steps, whose codes are the bytes of the words of `codes`.
+    /// Codes two steps, whose codes are the low and the high bytes of the words of `codes`.
     ///
     /// # Safety
     /// - The 64 bytes before `next` may be written.
@@ -332,7 +332,7 @@ impl States {
         self.step(&first);
     }
 
-    /// Emits the low halves of some lanes and replaces them by the high ones.
+    /// Emits the low halves of the lanes in `full` and replaces them by the high halves.
     ///
     /// # Safety
     /// - The 64 bytes before `next` may be written.
@@ -350,7 +350,7 @@ impl States {
         self.high = _mm512_maskz_mov_epi16(!full, self.high);
     }
 
-    /// `x = (x / freq) << 8 | start + x % freq`, dividing byte by byte as by hand.
+    /// `x = (x / freq) << 8 | start + x % freq`, dividing byte by byte as in long division.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
     fn step(&mut self, symbol: &Symbol) {
@@ -382,7 +382,7 @@ impl States {
                 let i = 64 * row + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
                 let lane = i / RUN;
-                // The rounds before are those of the lane's escapes before.
+                // The lane's earlier escapes are in the earlier rounds.
                 let round = rounds.iter().position(|(lanes, _)| lanes >> lane & 1 == 0);
                 let round = round.unwrap_or(RUN - 1);
                 rounds[round].0 |= 1 << lane;
@@ -392,8 +392,8 @@ impl States {
         }
         for (lanes, values) in rounds[..count].iter().rev() {
             let full = _mm512_mask_cmpge_epu16_mask(*lanes, self.high, _mm512_set1_epi16(256));
-            // SAFETY: as for this function: of two rounds a lane emits in one at most, as its state
-            // has 8 bits more after each.
+            // SAFETY: as for this function: a lane emits in at most one of two rounds, as its state
+            // grows by 8 bits in each.
             unsafe { self.emit(full, next) };
             let [low, high] = [self.low, self.high];
             self.high = _mm512_mask_shldi_epi16::<8>(high, *lanes, high, low);

@@ -1,5 +1,5 @@
-//! `P = 8` with one table on AVX-512: segments in flight side by side, 32 lanes of each in two
-//! registers, one of the low and one of the high halves of the states.
+//! `P = 8` with one table on AVX-512: several segments side by side, the 32 lanes of each in two
+//! registers, one with the low and one with the high halves of the states.
 
 mod decode;
 mod encode;

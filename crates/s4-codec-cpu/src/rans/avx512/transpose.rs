@@ -1,4 +1,4 @@
-//! Between the order of steps and the order of symbols.
+//! Converts between the order of steps and the order of symbols.
 //!
 //! The kernels work on two segments, `a` and `b`, at once. A step's register holds the symbols of
 //! 32 lanes of both, interleaved: byte `2l` is lane `l` of `a`, byte `2l + 1` lane `l` of `b`. In
@@ -93,7 +93,7 @@ pub(super) fn to_steps(rows: &[__m512i; ROWS]) -> [__m512i; RUN / 2] {
     ]
 }
 
-/// Double words of two registers, in turns: those of the first half (0) or the second one (1).
+/// Interleaves the double words of the first (0) or the second (1) halves of two registers.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn zip_dwords(a: __m512i, b: __m512i, half: usize) -> __m512i {

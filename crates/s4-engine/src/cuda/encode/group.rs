@@ -13,33 +13,34 @@ use crate::cuda::sets::{Extra, SetPlace};
 pub(super) struct Member {
     pub(super) tensor: usize,
     pub(super) chunk: u64,
-    /// Address and bytes of its values, and where they are copied to, in scratch memory: whoever changes
-    /// them meanwhile does not change the copy, which is all that the kernels look at. Of values that nobody changes the
-    /// copy is the values themselves.
+    /// Address of its values, and of their copy in scratch memory, which is all that the kernels
+    /// read: changes to the values do not reach it. If they are `fixed`, because nobody changes
+    /// them, `copy` is `values`.
     pub(super) values: u64,
     pub(super) copy: u64,
     pub(super) bytes: u64,
     pub(super) fixed: bool,
     pub(super) route: Option<Route>,
-    /// With a route its place in the batch, else where its values lie in the slot.
+    /// With a route, its index in the batch; otherwise where its values lie in the slot.
     pub(super) at: usize,
-    /// Where its scratch memory starts, behind the copy. That of a chunk with an input has room for the input's
-    /// values first, then for copies of its moments.
+    /// Where its scratch memory starts, after the copy. If the chunk has an input, it starts with
+    /// room for the input's values, then for copies of its moments.
     pub(super) scratch: u64,
-    /// Bytes of the input's values for each of its own; 0: it has none.
+    /// Bytes of input for each byte of its values; 0: it has no input.
     pub(super) scale: u64,
-    /// Whether its input is of the same checkpoint.
+    /// Whether its input is a tensor of the same checkpoint.
     pub(super) own_input: bool,
-    /// The address of the input's values; 0: they are not to be used. And which statuses say how they came there.
+    /// Address of the input's values (0: they must not be used), and the first index and number of
+    /// the statuses of their frames.
     pub(super) parent: u64,
     pub(super) statuses: (usize, usize),
-    /// Bytes that copies of its moments take, and the addresses of these, or of what the host has of them; 0: they are
-    /// not to be used.
+    /// Bytes that copies of its moments take, and the addresses of the moments' values on the
+    /// device; 0: they must not be used.
     pub(super) moments_room: u64,
     pub(super) moments: [u64; 2],
-    /// Which of the group's checks its input's values must pass, and which its moments'.
+    /// The checks that its input's values must pass, and those for its moments: first index and number.
     pub(super) checks: [(usize, usize); 2],
-    /// Where what its tensor's chunks share, and the offsets of its own rows, lie behind the descriptors.
+    /// Where the data that its tensor's chunks share and the offsets of its own rows lie after the descriptors.
     pub(super) set: SetPlace,
     pub(super) rows: Option<u64>,
 }
@@ -49,34 +50,34 @@ pub(super) struct Member {
 pub(super) struct Group<'a> {
     pub(super) slot: usize,
     pub(super) members: Vec<Member>,
-    /// What deltas are predicted from, until their frames are known to be good.
+    /// What deltas are predicted from, kept until their frames are known to be good.
     pub(super) inputs: Vec<Option<Input<'a>>>,
-    /// Moments that the host has: the chunk's number in the group, which of the two, and the values.
+    /// Moments in host memory: the chunk's index in the group, which of the two, and the values.
     pub(super) moments: Vec<(usize, usize, Bytes)>,
-    /// What is copied to the device from where the caller has it.
+    /// Bytes of the caller that are copied to the device from where they lie.
     pub(super) uploads: Vec<Bytes>,
-    /// Chunks of each route.
+    /// Number of chunks of each route.
     pub(super) routes: [u32; 6],
-    /// Bytes of frames at most; the values of the CPU's chunks follow.
+    /// Upper bound of the frames' bytes. The values of the CPU's chunks follow the frames.
     pub(super) capacity: u64,
-    /// What is promised of that (`OpenPiece`).
+    /// The part of `capacity` that is promised (`OpenPiece`).
     pub(super) promised: u64,
-    /// Pieces that the values are copied in, and inputs that may change.
+    /// Number of pieces that the values are copied in.
     pub(super) copies: u32,
-    /// Pieces of such inputs: where the copy is, its bytes, and their CRC-32C.
+    /// Pieces of inputs that may change: each is copied, and the copy must have a given CRC-32C.
     pub(super) checks: Vec<Check>,
-    /// What lies behind the descriptors, and its bytes.
+    /// What lies after the descriptors, and its bytes.
     pub(super) extras: Vec<Extra<'a>>,
     pub(super) extra_len: u64,
-    /// Where the statuses of the parents' frames lie in the meta memory, by job.
+    /// Where the statuses of the parents' frames lie in the meta memory, sorted by job.
     pub(super) statuses: Vec<usize>,
-    /// Whether its frames were sent to the host, and where those are that may stay there. The others, which
-    /// follow on the device, are in the slot.
+    /// Whether its frames were sent to the host, and where those that may stay there are. The
+    /// others, which follow on the device, are in the slot.
     pub(super) sent: bool,
     pub(super) homes: Vec<Home>,
 }
 
-/// A copy of values that must be what was stored of them.
+/// A copy of values that is checked against what was stored of them.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Check {
     pub(super) from: u64,
@@ -89,17 +90,17 @@ pub(super) struct Check {
 #[derive(Clone, Copy, Default)]
 pub(super) struct Room {
     pub(super) frames: u64,
-    /// What parents are made of, which lies where frames go to.
+    /// What parents are decoded from, which lies where frames will go.
     pub(super) parents: u64,
     pub(super) scratch: u64,
     pub(super) meta: u64,
 }
 
 pub(super) const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeResult>()) as u64;
-/// Bytes before the results: how many bytes of frames there are.
+/// Bytes before the results, for the total bytes of frames.
 pub(super) const TOTAL: u64 = 16;
 pub(super) const SPAN: u64 = size_of::<CopySpan>() as u64;
-/// What a piece of an input that may change takes: two spans, and its checksum.
+/// Meta memory for a piece of an input that may change: two spans, and its checksum.
 pub(super) const PER_CHECK: u64 = SPAN + CRC_SPAN + 4;
 pub(super) const CRC_SPAN: u64 = size_of::<CrcSpan>() as u64;
 
@@ -119,12 +120,12 @@ impl Member {
         self.scale * self.bytes
     }
 
-    /// Whether the values of its input, of the same checkpoint, are no longer what was stored of it.
+    /// Whether its input, a tensor of the same checkpoint, no longer holds what was stored of it.
     pub(super) fn is_gone(&self, input: &Input<'_>) -> bool {
         self.own_input && matches!(input, Input::Host(values) if values.is_empty())
     }
 
-    /// Room for them.
+    /// Room for its input's values.
     pub(super) fn input_room(&self) -> u64 {
         self.input_bytes().next_multiple_of(ALIGN as u64)
     }
@@ -136,7 +137,7 @@ impl Member {
 }
 
 impl<'a> Group<'a> {
-    /// Adds what lies behind the descriptors.
+    /// Adds data that lies after the descriptors.
     pub(super) fn add(&mut self, extra: Extra<'a>) {
         self.extra_len += extra.len() as u64;
         self.extras.push(extra);
@@ -146,9 +147,9 @@ impl<'a> Group<'a> {
         self.routes.iter().sum()
     }
 
-    /// Where extras, the pieces of the copies and results start in the slot's meta memory: behind the
-    /// descriptors. In front of the results are what is checked, and the spans of the answers. What decodes parents
-    /// follows.
+    /// Where extras, the spans of copies, and results start in the slot's meta memory, after the
+    /// descriptors. The checks and the spans of the answers lie just before the results; what
+    /// decodes parents follows them.
     pub(super) fn places(&self) -> (u64, u64, u64) {
         let extras = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
         let extras = extras.next_multiple_of(ALIGN as u64);
@@ -158,13 +159,13 @@ impl<'a> Group<'a> {
         (extras, copies, results.next_multiple_of(16))
     }
 
-    /// Where what is checked starts: behind the copies of the values those of inputs, then what to sum.
+    /// Where the checks start: the spans that copy inputs, after those of the values, and the spans to sum.
     pub(super) fn checks_at(&self) -> (u64, u64) {
         let copies = self.places().1 + u64::from(self.copies) * SPAN;
         (copies, copies + self.checks.len() as u64 * SPAN)
     }
 
-    /// Where the checksums are that were found: behind the results.
+    /// Where the checksums that were found lie: after the results.
     pub(super) fn sums_at(&self) -> u64 {
         self.places().2 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
     }
@@ -174,7 +175,7 @@ impl<'a> Group<'a> {
         self.sums_at() + 4 * self.checks.len() as u64
     }
 
-    /// Gives each chunk its place: in the batch, which is sorted by route, or behind the frames.
+    /// Gives each chunk its place: in the batch, which is sorted by route, or after the frames.
     pub(super) fn place(&mut self) {
         let mut next = [0; 6];
         for route in 1..next.len() {

@@ -1,4 +1,4 @@
-//! Where frames go to on the host: pieces that callers may hold on to, or the slot's own memory.
+//! Where frames go on the host: pieces that callers may hold on to, or the slot's own memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -12,43 +12,43 @@ use super::{Group, result_of};
 use crate::cuda::pieces::{Frames, Piece, Pieces};
 use crate::cuda::worker::Session;
 
-/// No frame has more bytes.
+/// Bytes of the largest frame.
 const LARGEST: u64 = MAX_CHUNK_BYTES as u64;
-/// Smaller pieces are not counted on: too large a part of each may be left over at its end.
+/// Smaller pieces are not relied on: too large a part of each may be left over at its end.
 const LEAST_PIECE: u64 = 4 * LARGEST;
 
 /// Consecutive frames of a group in a piece.
 pub(super) struct Home {
     pub(super) piece: Arc<Piece>,
-    /// Where they start there.
+    /// Where they start in the piece.
     pub(super) at: usize,
     /// Where they start and end among the frames on the device.
     pub(super) first: u64,
     pub(super) end: u64,
-    /// For callers, once all is there.
+    /// What callers get, once all frames have arrived.
     bytes: Bytes,
 }
 
-/// The piece that is being filled, and those that are to be filled next.
+/// The piece that is being filled, and those to fill next.
 #[derive(Default)]
 pub(super) struct OpenPiece {
     piece: Option<Arc<Piece>>,
     used: usize,
     spare: Vec<Arc<Piece>>,
-    /// Bytes of frames, at most, of groups that were cut and not placed yet.
+    /// Upper bound of the frames' bytes of groups that were cut and not placed yet.
     promised: u64,
-    /// Whether there was no new one: then nobody asks again, since the system takes its time to say no.
+    /// Whether a new piece was refused: none is asked for again, since the system takes its time to refuse.
     refused: bool,
 }
 
 impl OpenPiece {
-    /// Whether pieces have room for a group with frames of `bytes` at most, besides what was promised.
+    /// Whether pieces have room for a group with frames of at most `bytes`, besides what was promised.
     pub(super) fn has_room(&mut self, bytes: u64, pieces: &Pieces, device: &Arc<Device>) -> bool {
         if pieces.size() < LEAST_PIECE {
             return false;
         }
         let wanted = self.promised + bytes;
-        // Each may end with less room than its next frame takes.
+        // The end of each may be too short for its next frame.
         let room = |bytes: u64| bytes.saturating_sub(LARGEST);
         let (each, left) = (room(pieces.size()), |p: &Arc<Piece>| p.pinned.len() - self.used);
         let mut found = self.piece.as_ref().map_or(0, |piece| room(left(piece) as u64));
@@ -61,12 +61,13 @@ impl OpenPiece {
         true
     }
 
-    /// Keeps room for frames of `bytes` at most until their group is placed.
+    /// Keeps room for frames of at most `bytes` until their group is placed.
     pub(super) fn promise(&mut self, bytes: u64) {
         self.promised += bytes;
     }
 
-    /// Finds room for a group's frames, which end at `ends`, in order. Gives where those end that have a home.
+    /// Finds room for a group's frames, which end at `ends`, in order. Returns the end of the last
+    /// frame that found room.
     pub(super) fn place(
         &mut self,
         group: &mut Group<'_>,
@@ -91,9 +92,9 @@ impl OpenPiece {
         first
     }
 
-    /// Goes on with an empty piece, which has room for any frame.
+    /// Moves on to an empty piece, which has room for any frame.
     fn take(&mut self, pieces: &Pieces, device: &Arc<Device>) -> bool {
-        // What is full goes back as soon as nobody holds it.
+        // A full piece goes back as soon as nobody holds it.
         (self.piece, self.used) = (self.spare.pop(), 0);
         if self.piece.is_none() {
             self.piece = self.ask(pieces, device);
@@ -101,7 +102,7 @@ impl OpenPiece {
         self.piece.is_some()
     }
 
-    /// Another piece: one that is idle, or a new one unless there was none before.
+    /// Another piece: an idle one, or a new one unless one was refused before.
     fn ask(&mut self, pieces: &Pieces, device: &Arc<Device>) -> Option<Arc<Piece>> {
         let mut piece = pieces.take_idle();
         if piece.is_none() && !self.refused {
@@ -124,7 +125,7 @@ impl Group<'_> {
         ends
     }
 
-    /// Makes what callers may hold on to of what was copied to pieces: zeros follow each frame there.
+    /// Makes the memory that callers may hold on to from the frames copied to pieces, with zeros after each frame.
     pub(super) fn seal(&mut self, session: &Session<'_>) {
         if self.homes.iter().any(|home| !home.bytes.is_empty()) {
             return;
@@ -147,7 +148,8 @@ impl Group<'_> {
         }
     }
 
-    /// What holds a frame, given by its offset on the device and its bytes, and where it starts there.
+    /// The memory that holds a frame, given by its offset on the device and its length, and where
+    /// the frame starts in it.
     pub(super) fn held(&self, (offset, len): (usize, usize)) -> Option<(&Bytes, usize)> {
         let frame = offset as u64..(offset + len) as u64;
         let home = self.homes.iter().find(|h| h.first <= frame.start && frame.end <= h.end)?;

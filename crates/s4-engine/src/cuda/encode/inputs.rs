@@ -18,21 +18,21 @@ use crate::inputs::{
 };
 use crate::moments::{Cover, Moment};
 
-/// What decodes a group's parents.
+/// The batches that decode a group's parents.
 pub(super) struct Decoding {
     pub(super) batches: Vec<DecodeBatch>,
     pub(super) places: LevelPlaces,
 }
 
 impl<'a> EncodeQueue<'a> {
-    /// Whether a parent of this size can be decoded in one slot; else the CPU does.
+    /// Whether a parent of this size can be decoded in one slot; otherwise the CPU decodes it.
     pub(super) fn on_device(&self, size: InputSize, bytes: u64) -> bool {
         let sizes = self.session.sizes;
         let meta = u64::from(size.frames) * (parent::PER_FRAME + parent::PER_TENSOR);
         parent::stored(size, bytes) <= sizes.frames && meta <= sizes.meta / 2
     }
 
-    /// Has a group's inputs, or what they are decoded from, copied to the device.
+    /// Queues the copies of a group's inputs, or of what they are decoded from, to the device.
     pub(super) fn upload_inputs(&mut self, group: &mut Group<'a>) -> Result<Option<Decoding>> {
         let start = self.session.frames(group.slot);
         let sizes = self.session.sizes;
@@ -49,7 +49,7 @@ impl<'a> EncodeQueue<'a> {
             let Some(input) = input.as_ref().filter(|_| member.route.is_some()) else { continue };
             any = true;
             if member.is_gone(input) {
-                // The kernels say that they lack it, and it is stored plain.
+                // The kernels will report that it is missing, and the chunk is stored plain.
                 continue;
             }
             parent::check(input, ordinal, member.input_bytes())?;
@@ -76,7 +76,7 @@ impl<'a> EncodeQueue<'a> {
         if any { self.upload(group, incoming) } else { Ok(None) }
     }
 
-    /// Copies what was placed to the device: from page-locked memory as it is, and the rest through the slot's.
+    /// Copies `incoming` to the device: from page-locked memory directly, and the rest through the slot's.
     fn upload(
         &mut self,
         group: &mut Group<'a>,
@@ -119,14 +119,14 @@ impl<'a> EncodeQueue<'a> {
         slot.arrived.record(&worker.up)?;
         worker.compute.wait(&slot.arrived)?;
         if group.members.iter().any(|j| j.route.is_none()) {
-            // Their values go where the parents are now.
+            // The values of the CPU's chunks go to the pinned memory that the parents are copied from.
             worker.copy.wait(&slot.arrived)?;
         }
         self.describe_parents(group, incoming.levels)
     }
 
-    /// Fills a slot's memory on the host with bytes for its memory on the device, each with its place there. Gives what is
-    /// to be sent, and what there was no room for.
+    /// Fills a slot's host memory with bytes for its device memory, each with its offset there.
+    /// Returns what to send, and the bytes that did not fit.
     fn fill<'p>(
         &self,
         slot: &Slot,
@@ -159,7 +159,7 @@ impl<'a> EncodeQueue<'a> {
         (sent, &mut bytes[done..])
     }
 
-    /// Writes what decodes the parents' frames behind what encodes their chunks.
+    /// Writes the descriptors that decode the parents' frames after those that encode their chunks.
     fn describe_parents(
         &self,
         group: &mut Group<'a>,
@@ -178,7 +178,7 @@ impl<'a> EncodeQueue<'a> {
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
         let to = unsafe { slot.pinned.slice_mut(self.session.pinned_meta(), answers) };
         let (batches, mut jobs) = levels.describe(&places, meta, to);
-        // Statuses by job: those of one are wanted together.
+        // Sorted by job, so that all statuses of a job are together.
         let mut order: Vec<_> = (0..jobs.len()).collect();
         order.sort_by_key(|&i| jobs[i]);
         jobs.sort_unstable();
@@ -233,8 +233,8 @@ impl<'a> EncodeQueue<'a> {
 }
 
 impl EncodeQueue<'_> {
-    /// Copies values of a tensor's moment to `buffer`, wherever they are: first number and count. Gives where they lie
-    /// there; `None`: they are no longer what was stored.
+    /// Copies values of a tensor's moment to `buffer`, from host or device memory. `range` is the first index and the
+    /// count. Returns where they lie in it; `None`: they are no longer what was stored.
     pub(super) fn moment_on_host(
         &self,
         tensor: usize,
@@ -248,7 +248,7 @@ impl EncodeQueue<'_> {
         let Cover { parts, wanted } = moment.cover(range.0, range.1).of(tensor)?;
         let (first, last) = (parts.first().map_or(0, |p| p.0.start), parts.last());
         let end = last.map_or(first, |p| p.0.end);
-        // A chunk, or two.
+        // One chunk or two.
         self.copy_to_host(memory.address() + first, (end - first) as usize, buffer)?;
         let of = |r: &Range<u64>| (r.start - first) as usize..(r.end - first) as usize;
         let stored = parts.iter().all(|(r, crc)| s4_format::crc32c(&buffer[of(r)]) == *crc);
@@ -257,8 +257,8 @@ impl EncodeQueue<'_> {
 }
 
 impl<'a> EncodeQueue<'a> {
-    /// Has the moments of a group's chunks copied and summed where they are on the device, and reads what the host has of
-    /// them. Those that are no longer what was stored stay unknown.
+    /// Adds checks that copy and sum a group's moments in device memory, and reads those in host
+    /// memory. Moments there that are no longer what was stored keep address 0.
     pub(super) fn open_moments<E>(
         &self,
         group: &mut Group<'a>,
@@ -324,13 +324,14 @@ impl<'a> EncodeQueue<'a> {
         Ok(())
     }
 
-    /// Number of a chunk's first value, and its values.
+    /// Index of a chunk's first value, and number of its values.
     fn values_of(&self, member: &Member) -> (u64, u64) {
         let (t, plan) = (self.chunks.tensor(member.tensor), self.chunks.plan(member.tensor));
         (member.chunk << plan.chunk_log2, member.bytes / t.dtype.value_width() as u64)
     }
 
-    /// Adds the room that copies of a chunk's moments take; `None`: they do not have its values.
+    /// Adds the room that a chunk's moments take, and returns that of their copies; `None`: they do
+    /// not have its values.
     pub(super) fn room_of_moments(
         &self,
         member: &Member,
@@ -358,7 +359,7 @@ impl<'a> EncodeQueue<'a> {
 }
 
 impl Group<'_> {
-    /// Has the values of an input that may change copied and summed.
+    /// Adds checks that copy and sum the values of an input that may change.
     fn add_checks(&mut self, number: usize, input: &Input<'_>) -> Result<()> {
         let member = &mut self.members[number];
         let Input::Stored { values, parts } = input else { return Ok(()) };
@@ -384,7 +385,7 @@ impl Group<'_> {
     }
 }
 
-/// Opens what a group's chunks are predicted from.
+/// Opens the inputs of a group's chunks.
 pub(super) fn open_inputs<'a, E: From<CudaError>>(
     group: &mut Group<'a>,
     inputs: &'a dyn Inputs<E>,
@@ -415,7 +416,7 @@ pub(super) fn open_inputs<'a, E: From<CudaError>>(
     Ok(())
 }
 
-/// Bytes that are copied to a slot's memory on the device at once: where from, and where to.
+/// Bytes that one copy takes to a slot's memory on the device: where from, and where to.
 struct Sent {
     pinned: Arc<Pinned>,
     from: usize,
@@ -424,7 +425,7 @@ struct Sent {
 }
 
 impl Sent {
-    /// Takes in what follows with the same gap on both sides: padding.
+    /// Extends the copy by `next` if that follows with the same gap on both sides, which is padding.
     fn extend(&mut self, next: &Self) -> bool {
         let (end, gap) = (self.to + self.len, next.to - self.to);
         let follows = Arc::ptr_eq(&self.pinned, &next.pinned)
@@ -439,7 +440,7 @@ impl Sent {
 
 /// What goes to a slot's memory on the device.
 struct Incoming<'a> {
-    /// Each with its address, in ascending order.
+    /// Bytes with their addresses, in ascending order.
     bytes: Vec<(u64, Bytes)>,
     levels: Levels<'a>,
     end: u64,
@@ -447,7 +448,7 @@ struct Incoming<'a> {
 }
 
 impl<'a> Incoming<'a> {
-    /// Adds values; gives their address.
+    /// Adds values; returns their address.
     fn values(&mut self, values: Bytes) -> Result<u64> {
         let at = self.end;
         self.end =
@@ -456,8 +457,8 @@ impl<'a> Incoming<'a> {
         Ok(at)
     }
 
-    /// Adds frames; gives the address of the values that they become. `None`: the CPU is to decode
-    /// them, for one because the caller wants that.
+    /// Adds frames; returns the address of the values that they become. `None`: the CPU must decode
+    /// them, either because of `on_host` or because they do not fit.
     fn frames(
         &mut self,
         number: usize,
@@ -488,7 +489,7 @@ impl<'a> Incoming<'a> {
     }
 }
 
-/// Where the next bytes start behind `len` bytes.
+/// Where the next bytes start after `len` bytes at `at`.
 fn after(at: u64, len: usize) -> Option<u64> {
     at.checked_add(len as u64)?.checked_next_multiple_of(ALIGN as u64)
 }

@@ -1,9 +1,9 @@
-//! Frames with streams in blocks, decoded by the library into planes in scratch memory, and from there by
-//! this crate's kernels as if those planes had been stored raw.
+//! Decodes frames with streams in blocks: the library decodes the blocks into planes in scratch
+//! memory, and this crate's kernels go on as if those planes had been stored raw.
 //!
-//! Only for checkpoints that the caller trusts. A kernel compares a frame's checksum, and its answer is
-//! waited for, before the library is given its blocks: how many it is given is said by the host. What comes
-//! out is compared on the device, too.
+//! Only for checkpoints that the caller trusts. A kernel compares a frame's checksum, and its
+//! answer is waited for before the library gets the frame's blocks, because the host decides how
+//! many it gets. The output is compared with its checksum on the device, too.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,10 +24,10 @@ use crate::cuda::error::{Of, Result};
 use crate::cuda::route::has_layout;
 use std::sync::Arc;
 
-/// Alignment of the parts of scratch memory, and the bytes behind a frame that decoders may look at.
+/// Alignment of the parts of scratch memory, and the bytes after a frame that decoders may read.
 const PART: u64 = 256;
 
-/// What a trusted checkpoint's blocks are decoded with.
+/// What the blocks of a trusted checkpoint are decoded with.
 #[derive(Debug, Clone)]
 pub struct Trusted {
     pub(in crate::cuda) library: Arc<Library>,
@@ -49,7 +49,7 @@ struct Chunk {
     descriptor: DecodeChunk,
     coded: Vec<Coded>,
     spans: usize,
-    /// Bytes of scratch memory: of the planes, of the kernel, and of the values.
+    /// Bytes of scratch memory: for the planes, for the kernel, and for the values.
     planes: u64,
     own: u64,
     values: u64,
@@ -59,9 +59,9 @@ struct Chunk {
 #[derive(Default)]
 struct Call {
     codec: Option<Box<dyn GpuCodec>>,
-    /// Input, its size, output, its size.
+    /// For each block, address and size of its input and of its output.
     arrays: [Vec<u64>; 4],
-    /// For each block the job.
+    /// The job of each block.
     jobs: Vec<usize>,
 }
 
@@ -74,7 +74,7 @@ impl Call {
     }
 }
 
-/// What the library says of a call's blocks, once it has arrived.
+/// The library's answers for a call's blocks, once they have arrived.
 pub(in crate::cuda) struct Answers {
     id: CodecId,
     /// Where sizes and statuses lie in the slot's memory for descriptors.
@@ -102,7 +102,7 @@ impl Chunk {
 }
 
 impl<'a> DecodeQueue<'_, 'a> {
-    /// Queues the jobs that the library can decode; gives the others.
+    /// Queues the jobs that the library can decode; returns the others.
     pub(in crate::cuda) fn decode_blocks(
         &mut self,
         slot: usize,
@@ -112,7 +112,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let Some(trusted) = self.trusted.clone() else { return Ok(numbers) };
         let (mut others, mut found) = (vec![], vec![]);
         let sizes = self.session.sizes;
-        // Half is for what the library needs by itself.
+        // The other half is for the library's own scratch memory.
         let (most, room) = (sizes.scratch / 2, (sizes.meta as usize).saturating_sub(GAPS));
         for number in numbers {
             let job = &busy.jobs[number];
@@ -126,7 +126,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let (mut batch, mut scratch, mut meta) = (vec![], 0, 0);
         for (chunk, sound) in found.into_iter().zip(sound) {
             if !sound {
-                // The processor says what is wrong.
+                // The CPU will say what is wrong.
                 others.push(chunk.number);
                 continue;
             }
@@ -162,7 +162,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         Ok(sound)
     }
 
-    /// The same for chunks whose descriptors fit in the memory from `at` on, which is free again after.
+    /// The same for chunks whose descriptors fit in the memory from `at` on, which is free again afterwards.
     fn check_some(&self, slot: usize, at: usize, chunks: &[Chunk]) -> Result<Vec<bool>> {
         let worker = &self.session.worker;
         let (pinned, base) = (&worker.slots[slot].pinned, self.session.pinned_meta());
@@ -188,7 +188,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         Ok(found.iter().map(|s| u32::from_le_bytes(*s) == abi::status::OK).collect())
     }
 
-    /// Writes what a kernel is to fetch, and at `fetch_at` the span by which it does.
+    /// Writes what a kernel will fetch, and at `fetch_at` the span that it fetches it with.
     fn write_meta(&self, slot: usize, meta: &Meta, fetch_at: usize) {
         let pinned = &self.session.worker.slots[slot].pinned;
         let base = self.session.pinned_meta();
@@ -291,7 +291,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let arrays: Vec<[usize; 4]> =
             calls.values().map(|c| arrays(c).map(|a| meta.put(a.iter()))).collect();
         let up = meta.end();
-        // Behind what goes up is what comes back.
+        // What comes back lies after what goes up.
         let status_at = up;
         let mut at = up + (4 * chunks.len()).next_multiple_of(16);
         let mut answers = vec![];
@@ -373,7 +373,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         unsafe { codec.decode(shape, batch, stream) }.map_err(Error::from).of(tensor)
     }
 
-    /// Looks at what the library and the kernels say of chunks whose work is done.
+    /// Checks the answers of the library and the kernels for chunks whose work is done.
     pub(in crate::cuda) fn check_block_statuses(
         &self,
         slot: usize,
@@ -414,8 +414,8 @@ impl<'a> DecodeQueue<'_, 'a> {
     }
 }
 
-/// Gives a chunk its addresses, with scratch memory from an address on, and its blocks to the calls;
-/// returns where its scratch memory ends.
+/// Gives a chunk its addresses, with scratch memory from `scratch` on, and adds its blocks to the
+/// calls. Returns its descriptor, and where its scratch memory ends.
 fn place(
     job: &FrameJob<'_>,
     chunk: Chunk,
@@ -442,7 +442,7 @@ fn place(
             call.jobs.push(chunk.number);
         }
         call.codec = Some(coded.codec);
-        // Scratch memory lies behind all frames, and a session has less than 4 GiB of both.
+        // Scratch memory lies after all frames, and a session has less than 4 GiB of both.
         let offset = u32::try_from(plane - d.frame).unwrap_or(u32::MAX);
         let (len, codec) = (coded.size as u32, CodecId::RAW.0);
         d.streams[coded.plane] = DecodeStream { offset, len, codec, param: 0, reserved: 0 };

@@ -26,7 +26,7 @@ use crate::engine::{Chunk, ChunkQueue};
 
 /// Device memory of a stream: enough for as many values as pinned memory has room for at a time.
 const SHARE: u64 = 128 << 20;
-/// Streams: with fewer nothing would be coded while frames are copied, and more make nothing faster.
+/// Number of streams: with fewer, nothing would be coded while frames are copied, and more make nothing faster.
 const STREAMS: std::ops::RangeInclusive<u64> = 2..=12;
 
 /// Chunks that are coded together.
@@ -53,7 +53,7 @@ pub(in crate::cuda) struct LibraryQueue<'a> {
     memory: u64,
     meta: u64,
     in_flight: VecDeque<Group>,
-    /// What the first group's chunks became, and how many of them were handed on.
+    /// The results of the first group's chunks, and how many of them were handed on.
     results: Vec<EncodeResult>,
     handed: usize,
 }
@@ -69,7 +69,7 @@ impl<'a> LibraryQueue<'a> {
         let count = (session.bytes() / SHARE).clamp(*STREAMS.start(), *STREAMS.end());
         let share = |_| {
             let stream = Arc::new(Stream::new(&worker.device)?);
-            // It waits for the caller's streams already, and the memory is allocated in its order.
+            // `compute` waits for the caller's streams already, and the memory is allocated in its order.
             stream.wait_for(&worker.compute)?;
             Ok(Share { stream, worked: Event::new(&worker.device)? })
         };
@@ -102,8 +102,8 @@ impl<'a> LibraryQueue<'a> {
         Ok(())
     }
 
-    /// Takes as many chunks as a share has room for. The library is asked what it needs when blocks become
-    /// longer, and in the end.
+    /// Takes as many chunks as a share has room for. The library is asked what it needs when blocks
+    /// become longer, and once at the end.
     fn cut(&mut self, share: usize) -> Result<Group> {
         let mut taken: Vec<(Chunk, Load)> = vec![];
         while let Some(chunk) = self.chunks.peek() {
@@ -150,7 +150,7 @@ impl<'a> LibraryQueue<'a> {
             && load.frames <= self.session.sizes.host_frames
     }
 
-    /// How many values a chunk has, and how many bytes each.
+    /// Number of values in a chunk, and bytes of each.
     fn values_of(&self, chunk: &Chunk) -> (u64, usize) {
         let width = self.chunks.tensors[chunk.tensor].dtype.value_width();
         (chunk.bytes / width as u64, width)
@@ -161,7 +161,7 @@ impl<'a> LibraryQueue<'a> {
         self.session.address() + share as u64 * self.memory
     }
 
-    /// The pinned memory of a share's descriptors and results: a slot, and where in it.
+    /// The pinned memory of a share's descriptors and results: a slot, and the offset in it.
     fn pinned(&self, share: usize) -> (usize, usize) {
         (share % SLOTS, self.session.pinned_meta() + share / SLOTS * self.meta as usize)
     }
@@ -191,7 +191,7 @@ impl<'a> LibraryQueue<'a> {
         // copies are bounded by the memory for them.
         unsafe {
             stream.copy_to_device(pinned, at, up, base)?;
-            // Whoever changes the values from here on does not change what all else is made of.
+            // Everything else is made from this copy, which later changes of the values do not reach.
             stream.copy_spans(base + places.copies, group.load.copies as u32)?;
             stream.split_planes(&batch)?;
             for number in 0..WRITERS {
@@ -270,7 +270,7 @@ impl<'a> LibraryQueue<'a> {
         Ok(())
     }
 
-    /// Puts the blocks of a chunk, whose planes are split to an address, into the arrays of their calls.
+    /// Adds the blocks of a chunk, whose planes are split to an address, to the arrays of their calls.
     fn describe_planes(
         &self,
         group: &Group,
@@ -301,7 +301,7 @@ impl<'a> LibraryQueue<'a> {
         Ok(coded)
     }
 
-    /// How a plane of `size` bytes is coded whose first block is number `first` of its call.
+    /// How a plane of `size` bytes is coded; `first` is the index of its first block in its call.
     fn coded(
         &self,
         group: &Group,
@@ -353,7 +353,7 @@ impl<'a> LibraryQueue<'a> {
             total = total.max(end.ok_or_else(|| bad_answer(self.ordinal()))?);
         }
         let frames = self.address(share) + places.frames;
-        // SAFETY: the kernels are done with the frames, of which there are as many bytes; the frames that
+        // SAFETY: the kernels are done with the frames, which have `total` bytes; the frames that
         // were in the slot were handed on.
         unsafe {
             stream.copy_to_host(frames, &self.session.worker.slots[0].pinned, 0, total as usize)?;
@@ -367,7 +367,7 @@ impl<'a> LibraryQueue<'a> {
         self.session.worker.device.ordinal()
     }
 
-    /// What the kernels say of a group that is done.
+    /// The kernels' results for a group that is done.
     fn results_of(&self, group: &Group, places: &Places) -> Vec<EncodeResult> {
         let size = size_of::<EncodeResult>();
         let (slot, at) = self.pinned(group.share);
@@ -378,8 +378,8 @@ impl<'a> LibraryQueue<'a> {
         bytes.chunks_exact(size).map(bytemuck::pod_read_unaligned).collect()
     }
 
-    /// Ensures that the next chunks of this device's tensors are ready; returns their tensors and numbers: none
-    /// after the last one.
+    /// Ensures that the next chunks of this device's tensors are ready; returns their tensor and
+    /// chunk indices, none after the last one.
     pub(in crate::cuda) fn ready(&mut self) -> Result<Vec<(usize, u64)>> {
         if self.in_flight.front().is_some_and(|g| self.handed == g.chunks.len()) {
             self.in_flight.pop_front();
@@ -392,7 +392,7 @@ impl<'a> LibraryQueue<'a> {
         Ok(left.iter().map(Chunk::name).collect())
     }
 
-    /// The next `count` of those that are there.
+    /// The next `count` of the chunks that are ready.
     pub(in crate::cuda) fn take(&mut self, count: usize) -> Vec<EncodedFrame<'_>> {
         let Some(group) = self.in_flight.front() else { return vec![] };
         let done = self.handed..self.handed + count;

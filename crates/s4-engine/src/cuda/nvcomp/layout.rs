@@ -1,4 +1,4 @@
-//! What a group of chunks needs of a share's memory, and where each part of it lies.
+//! What a group of chunks needs of a share's memory, and where each part lies.
 
 use s4_codec_gpu::CodedBatch;
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan, EncodeChunk, EncodeResult};
@@ -39,15 +39,15 @@ impl Call {
     }
 }
 
-/// What a group has: a chunk more at a time.
+/// What a group needs, added up chunk by chunk.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Load {
     pub(super) chunks: u64,
     /// Bytes of their planes.
     planes: u64,
-    /// Bytes of their frames, at most, which is those of their values.
+    /// Upper bound of the bytes of their frames: those of their values.
     pub(super) frames: u64,
-    /// Pieces that the values are copied in.
+    /// Number of pieces that the values are copied in.
     pub(super) copies: u64,
     pub(super) calls: [Call; WRITERS],
 }
@@ -58,11 +58,11 @@ pub(super) fn plane_sizes(layout: LayoutId, width: usize, n: u64) -> Result<Plan
 }
 
 impl Load {
-    /// With a chunk of `n` values of `width` bytes more. What the calls need is estimated, as so much for
-    /// each block as in [`Load::asked`].
+    /// The load with one more chunk, of `n` values of `width` bytes. What the calls need is
+    /// estimated from what each block needed in the last [`Load::asked`].
     ///
     /// # Errors
-    /// A layout that such values do not have.
+    /// If values of this width do not have the plan's layout.
     pub(super) fn with(
         mut self,
         library: &Library,
@@ -79,8 +79,8 @@ impl Load {
             let (block, call) = (library.writer(number).block(), &mut self.calls[number]);
             let (before, more) = (call.blocks(), size.div_ceil(block));
             call.shape.blocks += more;
-            // Not the longest of this group: ANS writes other bytes then, and a chunk's should not depend
-            // on the chunks beside it.
+            // The codec's block, not the longest one of this group: ANS would write other bytes
+            // then, and a chunk's bytes must not depend on the chunks beside it.
             call.shape.max_block = block;
             call.shape.total += size;
             call.scratch += (call.scratch * more as u64).div_ceil(before.max(1));
@@ -88,10 +88,10 @@ impl Load {
         Ok(self)
     }
 
-    /// The same, with what the library says that the calls need. `stream` is one of the device.
+    /// The same, with what the library says that the calls need. `stream` belongs to the device.
     ///
     /// # Errors
-    /// What the library says.
+    /// Those of the library.
     pub(super) fn asked(mut self, library: &Library, device: &Device, stream: u64) -> Result<Self> {
         for (number, call) in self.calls.iter_mut().enumerate().filter(|c| c.1.shape.blocks > 0) {
             let (needs, slot) = encode_needs(library.writer(number), device, call.shape, stream)?;
@@ -102,7 +102,7 @@ impl Load {
         Ok(self)
     }
 
-    /// Whether the estimate is one: blocks of this length were asked for.
+    /// Whether the estimate is valid: the library was asked about blocks of this length.
     pub(super) fn is_known(&self) -> bool {
         self.calls.iter().all(|c| c.asked >= c.shape.max_block)
     }
@@ -113,7 +113,7 @@ impl Load {
 /// is sent back (total and results), then what stays: sizes and statuses of each call, values, planes,
 /// outputs.
 ///
-/// The first codec's scratch memory, which is the largest part by far, is used again, once it is done,
+/// The first codec's scratch memory, by far the largest part, is reused once that codec is done,
 /// for the outputs of the second one and for the frames.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Places {
@@ -188,7 +188,7 @@ impl Places {
         [self.sizes[call], self.sizes[call] + 8 * self.blocks[call]]
     }
 
-    /// Bytes in front that the host writes.
+    /// Bytes at the start that the host writes.
     pub(super) fn up(&self) -> u64 {
         self.total
     }
@@ -198,7 +198,7 @@ impl Places {
         self.sizes[0] - self.total
     }
 
-    /// Bytes of both.
+    /// Bytes of both together.
     pub(super) fn meta(&self) -> u64 {
         self.sizes[0]
     }

@@ -1,4 +1,4 @@
-//! The library's codecs, by the names that plans and frames have for them.
+//! The library's codecs, by the names that plans and frames use for them.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::{PlaneCoding, TensorPlan};
 /// Alignment of what a library reads and writes: blocks of a stream start at multiples of it.
 const ALIGN: usize = s4_format::limits::ALIGN;
 
-/// nvCOMP, for work on memory of the devices.
+/// nvCOMP, for work in device memory.
 #[derive(Debug)]
 pub(in crate::cuda) struct Library {
     nvcomp: Arc<Nvcomp>,
@@ -24,11 +24,11 @@ pub(in crate::cuda) struct Library {
 /// Codings of planes that the library writes.
 const CODINGS: [PlaneCoding; WRITERS] = [PlaneCoding::GDEFLATE, PlaneCoding::NVCOMP_ANS];
 
-/// How many there are.
+/// Number of codings that the library writes.
 pub(super) const WRITERS: usize = 2;
 
 impl Library {
-    /// Opens it.
+    /// Opens nvCOMP.
     ///
     /// # Errors
     /// `Unsupported` if it is not there or does not fit the driver.
@@ -39,7 +39,7 @@ impl Library {
         Ok(Self { nvcomp, writers })
     }
 
-    /// The number of the codec that codes a plane; `None`: it is stored as it is.
+    /// The index of the codec that codes a plane; `None`: it is stored raw.
     pub(super) fn number(coding: PlaneCoding) -> Option<usize> {
         CODINGS.iter().position(|c| *c == coding)
     }
@@ -48,7 +48,7 @@ impl Library {
         &*self.writers[number]
     }
 
-    /// The codec that decodes streams of a bitstream, if there is one, and if closed ones are listed.
+    /// The codec that decodes streams of a bitstream, if there is one and, for a closed bitstream, it is listed.
     pub(super) fn reader(
         &self,
         closed: &[ClosedCodec],
@@ -59,20 +59,20 @@ impl Library {
         codec.closed().is_none_or(|c| closed.contains(&c)).then_some(codec)
     }
 
-    /// Whether it reads all of these closed bitstreams.
+    /// Whether the library reads all of these closed bitstreams.
     pub(in crate::cuda) fn reads(&self, closed: &[ClosedCodec]) -> bool {
         let library_major = self.nvcomp.version().major;
         closed.iter().all(|c| c.library_major == library_major)
     }
 }
 
-/// Whether a plan's planes are all such that the library codes or that are stored as they are.
+/// Whether the library codes some of a plan's planes, and all others are stored raw.
 pub(in crate::cuda) fn codes(plan: &TensorPlan) -> bool {
     let known = |p: &PlaneCoding| *p == PlaneCoding::RAW || Library::number(*p).is_some();
     plan.planes.iter().all(known) && plan.planes.iter().any(|p| Library::number(*p).is_some())
 }
 
-/// Whether nothing else codes a plan's planes.
+/// Whether only the library can code a plan's planes.
 pub(in crate::cuda) fn is_needed(plan: &TensorPlan) -> bool {
     plan.planes.contains(&PlaneCoding::NVCOMP_ANS)
 }

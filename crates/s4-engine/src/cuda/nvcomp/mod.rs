@@ -1,8 +1,8 @@
 //! nvCOMP: preset `nvcomp`, and closed streams of files that are trusted.
 //!
-//! Tensors of devices stay there: kernels split and merge them, and the planes of many chunks are coded by
-//! one call ([`encode`], [`decode`]). For engines that work on the host, planes are split and merged by the
-//! CPU, and coded on the GPU.
+//! Device tensors stay on their device: kernels split and merge them, and one call codes the planes
+//! of many chunks ([`encode`], [`decode`]). For engines that work on the host, the CPU splits and
+//! merges planes, and the GPU codes them.
 
 mod decode;
 mod encode;
@@ -21,24 +21,24 @@ pub use decode::Trusted;
 pub(super) use encode::LibraryQueue;
 pub(super) use library::{Library, codes, is_needed};
 
-/// Of GDeflate: the default, which finds short matches.
+/// GDeflate's algorithm: the default, which finds short matches.
 const ALGORITHM: u8 = 1;
 
 /// A GPU with nvCOMP.
 pub(crate) struct Gpu(Arc<Host>);
 
-/// Opens both, or says what is missing.
+/// Opens the GPU and nvCOMP, or says what is missing.
 pub(crate) fn open() -> Result<Gpu, String> {
     Host::open().map(Gpu).map_err(|e| e.to_string())
 }
 
 impl Gpu {
-    /// The closed bitstreams that are written and read here.
+    /// The closed bitstreams that this library writes and reads.
     pub(crate) fn closed(&self) -> Vec<ClosedCodec> {
         self.0.closed()
     }
 
-    /// Whether a closed bitstream is read here; if not, why.
+    /// Whether this library reads a closed bitstream; if not, why.
     pub(crate) fn reads(&self, closed: &ClosedCodec) -> Result<(), String> {
         match self.0.closed().iter().find(|c| c.codec == closed.codec) {
             Some(here) if here == closed => Ok(()),

@@ -1,4 +1,4 @@
-//! Tests again on a driver that emulates a device, with a stand-in for nvCOMP, where there is none.
+//! Runs the tests again on a driver that emulates a device, with a stand-in for nvCOMP, if there is none.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,7 +6,7 @@ use std::process::Command;
 /// Set for the program that runs on the emulated driver.
 const INSIDE: &str = "S4_EMULATED_DRIVER";
 
-/// Builds a library of this folder.
+/// Builds a library from a source of this folder.
 fn build(source: &str, library: &Path) {
     let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("../s4-engine/tests/cuda/emulated");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());

@@ -1,4 +1,4 @@
-//! The kernels for any prediction: what is predicted, what is left of values, and the contexts of what is left.
+//! The kernels for any prediction: the predictions, the residuals, and the contexts of the residuals.
 
 mod reference;
 
@@ -76,7 +76,7 @@ fn layouts(width: usize) -> Vec<LayoutId> {
     all
 }
 
-/// Offsets whose rows and columns hold `n` values from `first` on.
+/// Offsets whose rows and columns hold `n` values from index `first` on.
 fn offsets(width: usize, cols: usize, first: u64, n: usize) -> Offsets {
     let bits = 8 * width as u32;
     let rows = (first as usize + n).div_ceil(cols);
@@ -125,7 +125,7 @@ fn rows_and_columns_predict_as_specified() {
                 }
             }
         }
-        // Beyond what is counted as a whole, and with more segments than one.
+        // More than is counted as a whole, in several segments.
         let o = offsets(width, 768, 65536 * 3 + 5, 20_000);
         let like = |i: u64| o.predict(65536 * 3 + 5 + i, 8 * width as u32) ^ (noise(i) % 640);
         let values = (0..20_000).flat_map(|i| like(i).to_le_bytes()[..width].to_vec()).collect();
@@ -166,7 +166,7 @@ fn inputs_predict_as_specified() {
         let case = Case::new("same", width, layouts(width).pop().unwrap(), values.clone());
         cases.push(case.with_input(INPUT, XOR, &values));
     }
-    // Differences of which all symbols are counted, and long segments.
+    // Differences with all symbols counted, and with long segments.
     for (n, coding) in [(9001, 8), ((1 << 16) + 300, 12)] {
         let values = patterns::all(Pattern::BF16, n).find(|p| p.0 == "like-weights").unwrap().1;
         let mut case = Case::new("sparse", 2, LayoutId::FIELDS, values.clone());
@@ -209,7 +209,7 @@ fn rounded_copies_are_nothing_but_their_exceptions() {
                 cases.push(Case { layout, ..case.clone() }.coded(&[8]));
             }
         }
-        // What is rounded by the language is the same, but for NaNs.
+        // Rust's own rounding gives the same, except for NaNs.
         let finite = |x: &u32| !f32::from_bits(*x).is_nan();
         if prediction == BF16 {
             let as_f32 = |x: u64| f32::from_bits((x as u32) << 16);
@@ -263,7 +263,7 @@ fn exponents_of_the_input_tell_the_tables() {
     }
     // Long segments.
     cases.extend(with_contexts(2, (1 << 16) + 300, (126, 0), true).into_iter().take(3));
-    // Shared tables as good as its own, and too few of them.
+    // Shared tables as good as their own, and too few of them.
     let mut more = vec![];
     for case in cases.iter().filter(|c| c.values.len() > 5000) {
         let planes = case.planes();
@@ -302,7 +302,7 @@ fn exponents_of_the_input_tell_the_tables() {
 
 #[test]
 fn what_is_dense_is_as_without_a_prediction() {
-    // The planes' streams are those of residuals that are stored as values are.
+    // The planes' streams are those of the residuals stored as if they were values.
     let engine = CpuEngine::new(Simd::detect());
     for width in [2, 4] {
         let n = 20_000;

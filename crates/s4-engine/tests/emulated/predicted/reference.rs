@@ -1,4 +1,4 @@
-//! What the kernels for any prediction are compared with: the specification written down once more, in plain words.
+//! What the kernels for any prediction are compared with: the specification written out again, in plain code.
 
 use s4_codec_cpu::Codec;
 use s4_codec_cpu::rans::{Counts, Precision, Rans, Table, TablePlace, Tables, cost, write_tables};
@@ -36,7 +36,7 @@ impl Offsets {
         self.base.wrapping_add(sum << self.shift) & ((1 << (bits - 1)) - 1)
     }
 
-    /// What the kernels read for values from number `first` on: with its own row and those behind it.
+    /// What the kernels read for values from index `first` on: with the row of that value and the rows after it.
     fn bytes(&self, first: u64) -> Vec<u8> {
         let cols = self.cols.len() as u64;
         let rows = &self.rows[(first / cols) as usize..];
@@ -49,7 +49,7 @@ impl Offsets {
     }
 }
 
-/// A chunk, and how it is to be encoded.
+/// A chunk, and how to encode it.
 #[derive(Clone)]
 pub(super) struct Case {
     pub(super) name: String,
@@ -65,11 +65,11 @@ pub(super) struct Case {
     pub(super) input: Vec<u8>,
     pub(super) offsets: Option<Offsets>,
     pub(super) first: u64,
-    /// Whether tables are shared, of which kind.
+    /// The shared tables of each plane; empty if there are none.
     pub(super) shared: Vec<Vec<Table>>,
 }
 
-/// What it becomes.
+/// What the chunk becomes.
 pub(super) struct Expected {
     pub(super) frame: Vec<u8>,
     pub(super) streams: Vec<StreamEntry>,
@@ -171,7 +171,7 @@ impl Case {
         }
     }
 
-    /// What is stored of each value.
+    /// The residual of each value.
     pub(super) fn residuals(&self) -> Vec<u64> {
         let bits = self.bits();
         let mask = u64::MAX >> (64 - bits);
@@ -194,7 +194,7 @@ impl Case {
         numbers(&self.values, self.width).into_iter().zip(self.predicted()).map(left).collect()
     }
 
-    /// The planes of what is stored.
+    /// The planes of the residuals.
     pub(super) fn planes(&self) -> Vec<Vec<u8>> {
         let (u, bits, w) = (self.residuals(), self.bits(), self.width);
         let low = |x: &u64, bytes: usize| x.to_le_bytes()[..bytes].to_vec();
@@ -312,7 +312,7 @@ impl Case {
         let precision = Precision::from_param(self.coding[i]).unwrap();
         let (contexts, most) = self.contexts(i, planes);
         let plane = &planes[i];
-        // Those with contexts are counted as dense ones are.
+        // Planes with contexts are counted as dense ones are.
         let all = plane.len() <= 8192 || self.sparse && contexts.is_empty();
         let tables = 1 + contexts.iter().fold(0, |a, &b| usize::from(b).max(a));
         let mut counts = vec![Counts::new(); tables];

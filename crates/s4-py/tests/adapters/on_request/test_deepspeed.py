@@ -26,7 +26,7 @@ STEPS = 6
 def engine_of() -> Any:
     """An engine that shards optimizer states and gradients (ZeRO 2), on the CPU."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # What it compiles at the first start stays with what is installed.
+    # Keeps what DeepSpeed compiles at the first start in the Python environment.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
     import deepspeed
 
@@ -51,7 +51,7 @@ def step(engine: Any, number: int) -> None:
 
 
 def train(folder: str, how: str, trouble: str = "") -> None:
-    """Trains, from ``latest`` if there is one. At step 4, rank 1 gets into trouble while it saves."""
+    """Trains, from ``latest`` if there is one. ``trouble``: rank 1 dies or fails saving step 4."""
     from s4weights.adapters.deepspeed import use_s4weights
 
     engine = engine_of()

@@ -20,7 +20,7 @@ EPOCHS = 5
 
 
 def model_of() -> Any:
-    """With dropout, whose seeds are variables, and a normalization, which has statistics."""
+    """A model with dropout, whose seeds are variables, and normalization, which has statistics."""
     import keras
 
     keras.utils.set_random_seed(3)
@@ -84,7 +84,7 @@ def test_a_killed_run_resumes_to_the_same_bits(how: str, tmp_path: Path) -> None
     assert run_ranks(1, "test_keras", "train", killed, how, "-1") == [0]
     assert run_ranks(1, "test_keras", "train", whole, how, "-1") == [0]
     first = int(Path(killed, "from").read_text())
-    # The save of the third epoch may have been on its way.
+    # The save of the third epoch may not have been finished.
     assert first == 3 or (how.endswith("background") and first == 2)
     ours, theirs = (s4weights.load(f"{path}/end.s4w") for path in (killed, whole))
     for part in ("model", "optimizer"):

@@ -1,5 +1,5 @@
 """Megatron-Core's dist_checkpointing on CPU ranks: saved, killed, resumed, resharded. Run by
-``cargo xtask test --adapters``, where there is a wheel (Python 3.12).
+``cargo xtask test --adapters`` if Megatron-Core has a wheel for this Python (3.12).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_a_killed_run_resumes_to_the_same_bits(how: str, tmp_path: Path) -> None
     codes = run_ranks(2, "test_megatron", "train", killed, how, "4")
     assert codes[1] == -signal.SIGKILL and codes[0] != 0
     assert [path.name for path in folders(killed)][-1] == "iter_0000003"
-    # On another number of ranks.
+    # Resumed on another number of ranks.
     assert run_ranks(1, "test_megatron", "train", killed, how, "0") == [0]
     assert run_ranks(2, "test_megatron", "train", whole, how, "0") == [0, 0]
     ours, theirs = (s4weights.load_checkpoint(f"{path}/store", STEPS) for path in (killed, whole))

@@ -80,7 +80,7 @@ def train(folder: str, how: str, die_at: str) -> None:
 
 
 def details(folder: str) -> None:
-    """What is restored is what was saved: types, dtypes, places."""
+    """Types, dtypes, shardings and values are restored as they were saved."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -135,7 +135,7 @@ def test_a_killed_run_resumes_to_the_same_bits(how: str, tmp_path: Path) -> None
     assert run_ranks(1, "test_orbax", "train", whole, how, "0") == [0]
     for step in ("5", "6"):
         ours, theirs = (Path(p, step, "default/tree.s4w").read_bytes() for p in (killed, whole))
-        assert ours == theirs  # What is the same to the bit is the same file.
+        assert ours == theirs  # States that are the same bit for bit make the same file.
 
 
 def test_every_kind_of_leaf(tmp_path: Path) -> None:

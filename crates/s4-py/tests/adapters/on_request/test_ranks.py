@@ -36,7 +36,7 @@ def accelerate_run(folder: str) -> None:
     assert load_state(accelerator, f"{folder}/store") == 2
     assert_identical(run.state(), before)
     assert torch.equal(torch.randn(3), expected)  # Each rank has its own random state.
-    # What fails in the first process is raised in both.
+    # A failure of the first process is raised in both.
     with pytest.raises(s4weights.NotFoundError):
         load_state(accelerator, f"{folder}/store", 7)
     Path(folder, "file").touch()

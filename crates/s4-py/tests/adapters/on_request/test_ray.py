@@ -52,7 +52,7 @@ class Run:
 
 
 def work(config: dict[str, Any]) -> None:
-    """What a worker of Ray does. The first one that reaches step 4 is killed."""
+    """The work of a Ray worker. The first worker that reaches step 4 is killed."""
     import ray.train
 
     from s4weights.adapters.ray import StoreUpload, restored
@@ -114,7 +114,7 @@ def test_a_killed_worker_resumes_to_the_same_bits(tmp_path: Path) -> None:
     killed = tmp_path
     assert run_ranks(1, "test_ray", "train", str(killed), "kill") == [0]
     assert (killed / "killed").exists()
-    # Ray may not have heard of the third report when the worker was killed.
+    # Ray may not have received the third report when the worker was killed.
     first = int((killed / "from").read_text())
     assert first in (2, 3)
     run = Run()
@@ -126,7 +126,8 @@ def test_a_killed_worker_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert "delta" in {entry.kind for entry in entries}
     assert_identical(store.load_checkpoint()["state.pt"]["torch"], run.state())
     marks = sorted((killed / "ray/run").glob("*/s4weights-rank-0.json"))
-    # What Ray keeps is small, and names what the store has. One that it did not hear of stays.
+    # Ray keeps small files that name checkpoints of the store. It does not remove one that it has
+    # not received.
     assert len(marks) == 2 + (3 - first)
     ids = {json.loads(path.read_text())["s4weights"]["id"] for path in marks}
     assert {entry.id for entry in entries[-2:]} <= ids <= {entry.id for entry in entries}

@@ -26,7 +26,7 @@ HOW = ["disabled", "async"]
 
 
 class Counter:
-    """What trains: its step is part of a checkpoint, as in torchtitan's trainer."""
+    """In place of torchtitan's trainer, whose step is part of a checkpoint, too."""
 
     step = 0
 
@@ -168,7 +168,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert codes[1] == -signal.SIGKILL and codes[0] != 0
     assert run_ranks(2, "test_torchtitan", "train", str(folder), how, "0", out) == [0, 0]
     began = {int((folder / f"from-{rank}").read_text()) for rank in (0, 1)}
-    # The save of step 4 may have been on its way.
+    # The save of step 4 may not have been finished.
     assert began == {4} or (how != "disabled" and began == {2})
     for rank in (0, 1):
         paths = [f"{path}-{rank}.pt" for path in (out, uninterrupted)]

@@ -102,8 +102,8 @@ impl<const P: u32> Decoder<P> {
         Ok(())
     }
 
-    /// One step of 16 lanes; the low bytes of `contexts` are the numbers of their tables. The new symbols enter
-    /// `symbols` from above.
+    /// One step of 16 lanes; the low bytes of `contexts` are the indices of their tables. The new
+    /// symbols are shifted into `symbols` from the top.
     ///
     /// # Safety
     /// - The contexts are below the number of tables, or CONTEXTS is not set.
@@ -131,7 +131,7 @@ impl<const P: u32> Decoder<P> {
         };
         *x = _mm512_add_epi32(_mm512_mullo_epi32(whole, freq), bias);
         if P == 12 {
-            // There frequencies are less one.
+            // Slots of `P = 12` hold frequencies minus one.
             *x = _mm512_add_epi32(*x, whole);
         }
         let symbol = _mm512_andnot_si512(_mm512_set1_epi32(0x00ff_ffff), slots);
@@ -139,7 +139,7 @@ impl<const P: u32> Decoder<P> {
     }
 }
 
-/// The contexts of a block: of each lane the first four, and the others.
+/// The contexts of a block: the first four of each lane, and the other four.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn unzipped(contexts: &[u8; BLOCK]) -> [[__m512i; VECTORS]; 2] {
@@ -152,7 +152,7 @@ fn unzipped(contexts: &[u8; BLOCK]) -> [[__m512i; VECTORS]; 2] {
     halves
 }
 
-/// Gives a word to every lane below 2^16.
+/// Gives a word to every lane whose state is below 2^16.
 ///
 /// # Safety
 /// - The 32 bytes at `next` may be read.

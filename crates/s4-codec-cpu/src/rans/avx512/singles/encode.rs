@@ -13,23 +13,24 @@ use super::super::super::table::{Precision, Table};
 use super::super::transpose;
 use super::{VECTORS, WIDTH, load, store};
 
-/// Words that a block emits at most, in bytes: one for each symbol, and for every second escape.
+/// The most bytes of words that a block emits: one word for each symbol, and one for every second
+/// escape.
 const MOST_BLOCK: usize = 2 * LANES * (RUN + RUN / 2);
 
-/// Codes that are looked up in registers, that of the escape among them.
+/// Codes that are looked up in registers, including that of the escape.
 const CODES: usize = 64;
 
 /// What the encoder looks up.
 pub(in crate::rans) struct Encoder {
-    /// The code of each symbol: 0 if the table lacks it, else its number in the table from 1 on, or
-    /// from 0 on if the table lacks none.
+    /// The code of each symbol: 0 if the table lacks it, otherwise its position in the table,
+    /// counted from 1, or from 0 if the table lacks none.
     code: [u8; 256],
-    /// Of each code 4096 less the frequency (12 bits), the first slot (12 bits), the shift of the
-    /// reciprocal. Code 0 is that of the escape, if symbols can be lacking.
+    /// For each code, 4096 minus the frequency (12 bits), the first slot (12 bits), the shift of
+    /// the reciprocal. Code 0 is that of the escape if the table lacks symbols.
     slots: [u32; 256],
-    /// The reciprocal of the frequency.
+    /// For each code, the reciprocal of the frequency.
     multiplier: [u32; 256],
-    /// Whether no code is beyond those that registers hold.
+    /// Whether registers hold all codes.
     few: bool,
     /// Whether the table has every symbol.
     complete: bool,
@@ -43,7 +44,7 @@ struct SegmentEncoder<'a, 'b> {
     states: [u32; LANES],
     /// Blocks that are not encoded yet: the first ones of the segment.
     blocks: usize,
-    /// Where the words begin that are written.
+    /// Where the words written so far begin.
     at: usize,
 }
 
@@ -119,7 +120,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Encodes whole blocks of `N` segments, as many of each, the last one first.
+    /// Encodes whole blocks of `N` segments, equally many of each, the last one first.
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
@@ -203,7 +204,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// What the low bytes of the double words of `codes` stand for: slots and multipliers.
+    /// Looks up the codes in the low bytes of the double words of `codes`: slots and multipliers.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn gather(&self, codes: __m512i) -> (__m512i, __m512i) {
@@ -237,7 +238,7 @@ impl Encoder {
     }
 }
 
-/// The tables of an [`Encoder`] in registers: what stands for up to [`CODES`] codes.
+/// The tables of an [`Encoder`] in registers, for up to [`CODES`] codes.
 struct Tables {
     code: [__m512i; 4],
     slots: [__m512i; 4],
@@ -318,7 +319,7 @@ fn no_room() -> Error {
 }
 
 impl<'b> SegmentEncoder<'_, 'b> {
-    /// The last `count` blocks that are left.
+    /// Takes the last `count` of the blocks that are left.
     fn take_blocks(&mut self, count: usize) -> &'b [u8] {
         const { assert!(WIDTH * VECTORS == LANES) };
         let end = self.blocks * BLOCK;
@@ -326,7 +327,7 @@ impl<'b> SegmentEncoder<'_, 'b> {
         &self.part.symbols[self.blocks * BLOCK..end]
     }
 
-    /// Leaves states and length in the part.
+    /// Stores the states and the length in the part.
     fn finish(self) {
         for (to, state) in self.part.states.as_chunks_mut::<4>().0.iter_mut().zip(self.states) {
             *to = state.to_le_bytes();

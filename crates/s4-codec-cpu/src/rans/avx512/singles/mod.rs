@@ -1,5 +1,5 @@
-//! Tables in memory on AVX-512, to encode one of `P = 12`, to decode any: the 32 states of a segment in two registers, two segments side
-//! by side.
+//! AVX-512 with tables in memory, to encode with one table of `P = 12` and to decode any stream:
+//! the 32 states of a segment are in two registers, and two segments run side by side.
 
 mod decode;
 mod encode;
