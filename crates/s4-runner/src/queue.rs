@@ -23,6 +23,9 @@ const REMEMBERED: usize = 1000;
 /// All submissions. Every change that a crash must not undo is in the journal before anybody hears of it.
 pub(crate) struct Queue {
     inner: Mutex<Inner>,
+    /// Held while a record is changed, from reading it until the change is in the journal and in memory. `inner` is
+    /// never held while the journal is written: a drive that hangs must not keep the service from answering.
+    changing: Mutex<()>,
     journal: Journal,
     work: Condvar,
     changed: watch::Sender<u64>,
@@ -92,17 +95,21 @@ impl Queue {
                 State::Uploading => State::Verified,
                 state => state,
             };
-            inner.by_id.insert(record.id, record.seq);
             let accepted = now.of(record.submitted_at.as_ref(), record.submitted_ms);
-            inner.accepted.insert(record.seq, accepted);
-            inner.records.insert(record.seq, record);
+            inner.insert(record, accepted);
         }
         let (changed, _) = watch::channel(0);
-        Self { inner: Mutex::new(inner), journal, work: Condvar::new(), changed }
+        let (inner, changing) = (Mutex::new(inner), Mutex::new(()));
+        Self { inner, changing, journal, work: Condvar::new(), changed }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Waits until no other thread changes a record.
+    fn change(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     fn tell(&self) {
@@ -191,8 +198,8 @@ impl Queue {
     /// # Errors
     /// Any I/O error of the journal. Then nothing was accepted.
     pub(crate) fn accept(&self, submission: Submission, staged_bytes: u64) -> io::Result<Record> {
-        let mut inner = self.lock();
-        let seq = inner.records.last_key_value().map_or(1, |(last, _)| last + 1);
+        let _changing = self.change();
+        let seq = self.lock().records.last_key_value().map_or(1, |(last, _)| last + 1);
         let Submission { id, step, metrics, tags, uid, origin } = submission;
         let now = Moment::now();
         let record = Record {
@@ -224,10 +231,7 @@ impl Queue {
             let _ = self.journal.remove(id);
             return Err(e);
         }
-        inner.by_id.insert(id, seq);
-        inner.accepted.insert(seq, now.steady);
-        inner.records.insert(seq, record.clone());
-        drop(inner);
+        self.lock().insert(record.clone(), now.steady);
         self.tell();
         Ok(record)
     }
@@ -244,16 +248,16 @@ impl Queue {
         after: u64,
         before: Option<u64>,
     ) -> io::Result<u64> {
-        let mut inner = self.lock();
-        let last = inner.records.last_key_value().map_or(0, |(last, _)| *last);
-        let left = |before| (after + 1..before).find(|seq| !inner.records.contains_key(seq));
-        let seq = before.and_then(left).unwrap_or(last + 1);
+        let _changing = self.change();
+        let seq = {
+            let inner = self.lock();
+            let last = inner.records.last_key_value().map_or(0, |(last, _)| *last);
+            let left = |before| (after + 1..before).find(|seq| !inner.records.contains_key(seq));
+            before.and_then(left).unwrap_or(last + 1)
+        };
         record.seq = seq;
         self.journal.put(&record)?;
-        inner.by_id.insert(record.id, seq);
-        inner.accepted.insert(seq, Instant::now());
-        inner.records.insert(seq, record);
-        drop(inner);
+        self.lock().insert(record, Instant::now());
         self.tell();
         Ok(seq)
     }
@@ -263,18 +267,18 @@ impl Queue {
     /// # Errors
     /// Any I/O error; the record is then unchanged. [`io::ErrorKind::NotFound`] if there is none.
     pub(crate) fn update(&self, id: Uuid, change: impl FnOnce(&mut Record)) -> io::Result<Record> {
-        let mut inner = self.lock();
-        let seq = *inner.by_id.get(&id).ok_or(io::ErrorKind::NotFound)?;
-        let record = inner.records.get_mut(&seq).ok_or(io::ErrorKind::NotFound)?;
-        let mut new = record.clone();
+        let _changing = self.change();
+        let old = self.get(id).ok_or(io::ErrorKind::NotFound)?;
+        let mut new = old.clone();
         change(&mut new);
-        if new != *record {
+        if new != old {
             self.journal.put_again(&new)?;
-            *record = new.clone();
         }
+        let mut inner = self.lock();
         if new.error.is_none() {
-            inner.pauses.remove(&seq);
+            inner.pauses.remove(&new.seq);
         }
+        inner.records.insert(new.seq, new.clone());
         drop(inner);
         self.tell();
         Ok(new)
@@ -282,6 +286,7 @@ impl Queue {
 
     /// Changes a record's state in memory only: after a crash the step may be repeated.
     pub(crate) fn show(&self, id: Uuid, state: State) {
+        let _changing = self.change();
         let mut inner = self.lock();
         let seq = inner.by_id.get(&id).copied();
         let Some(record) = seq.and_then(|seq| inner.records.get_mut(&seq)) else { return };
@@ -294,6 +299,7 @@ impl Queue {
 
     /// Records a failure that may pass: the record waits, longer each time.
     pub(crate) fn pause(&self, id: Uuid, state: State, why: &str) {
+        let _changing = self.change();
         let mut inner = self.lock();
         let Some(seq) = inner.by_id.get(&id).copied() else { return };
         let tries = inner.pauses.get(&seq).map_or(0, |(_, tries)| *tries);
@@ -361,13 +367,11 @@ impl Queue {
     /// # Errors
     /// Any I/O error.
     pub(crate) fn forget_failed(&self, id: Uuid) -> io::Result<bool> {
-        let mut inner = self.lock();
-        let seq = inner.by_id.get(&id).copied();
-        let found = seq.filter(|seq| inner.records[seq].state == State::Failed);
-        let Some(seq) = found else { return Ok(false) };
+        let _changing = self.change();
+        let found = self.get(id).filter(|record| record.state == State::Failed);
+        let Some(record) = found else { return Ok(false) };
         self.journal.remove(id)?;
-        inner.drop_record(seq, id);
-        drop(inner);
+        self.lock().remove(record.seq, id);
         self.tell();
         Ok(true)
     }
@@ -375,15 +379,16 @@ impl Queue {
     /// Forgets durable records that are no longer needed, except the newest. `needs` says whether
     /// the local store still has the checkpoint, or the watched folder the file.
     pub(crate) fn forget(&self, needs: impl Fn(&Record) -> bool) {
-        let mut inner = self.lock();
-        let finals: Vec<_> = inner.records.values().filter(|r| r.state == State::Durable).collect();
+        let _changing = self.change();
+        let records = self.list();
+        let finals: Vec<_> = records.iter().filter(|r| r.state == State::Durable).collect();
         let most = finals.len().saturating_sub(REMEMBERED);
         // Keeping the newest keeps `seq` growing.
         let gone: Vec<_> =
             finals[..most].iter().filter(|r| !needs(r)).map(|r| (r.seq, r.id)).collect();
         for (seq, id) in gone {
             if self.journal.remove(id).is_ok() {
-                inner.drop_record(seq, id);
+                self.lock().remove(seq, id);
             }
         }
     }
@@ -393,7 +398,13 @@ impl Queue {
 const IDLE: Duration = Duration::from_secs(5);
 
 impl Inner {
-    fn drop_record(&mut self, seq: u64, id: Uuid) {
+    fn insert(&mut self, record: Record, accepted: Instant) {
+        self.by_id.insert(record.id, record.seq);
+        self.accepted.insert(record.seq, accepted);
+        self.records.insert(record.seq, record);
+    }
+
+    fn remove(&mut self, seq: u64, id: Uuid) {
         self.records.remove(&seq);
         self.by_id.remove(&id);
         self.accepted.remove(&seq);
@@ -551,6 +562,33 @@ mod tests {
         assert!(case.queue.update(case.ids[0], |r| r.state = State::Durable).is_err());
         assert_eq!(case.queue.get(case.ids[0]).unwrap().state, State::Verified);
         assert_eq!(case.queue.list().len(), 1);
+    }
+
+    #[test]
+    fn a_drive_that_hangs_keeps_nobody_from_reading() {
+        let case = verified(&[None]);
+        let id = Uuid::new_v4();
+        // Opening a pipe to write waits until somebody reads from it.
+        let pipe = case.dir.path().join(format!("journal/{id}.tmp"));
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        std::thread::scope(|scope| {
+            let (metrics, tags) = Default::default();
+            let submission = Submission { id, step: 9, metrics, tags, uid: 1, origin: None };
+            let accepting = scope.spawn(|| case.queue.accept(submission, 1));
+            while case.queue.changing.try_lock().is_ok() {
+                std::thread::yield_now();
+            }
+            let (done, read) = std::sync::mpsc::channel();
+            let queue = &case.queue;
+            scope.spawn(move || done.send((queue.list().len(), queue.mode(), queue.get(id))));
+            let read = read.recv_timeout(Duration::from_secs(20));
+            // A pipe cannot be synced.
+            drop(std::fs::File::open(&pipe).unwrap());
+            assert!(accepting.join().unwrap().is_err());
+            let (count, mode, accepted) = read.unwrap();
+            assert_eq!((count, mode), (1, Mode::Steady));
+            assert!(accepted.is_none(), "it is not in the journal yet");
+        });
     }
 
     #[test]
