@@ -104,7 +104,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
             Err(Error::new(format!("target {} ended early: see {}", o.target, o.log.display())))
         }
         (n, _) => Err(Error::new(format!(
-            "{n} input(s) crashed a target, listed above: mend the fault, and keep the input in \
+            "{n} input(s) crashed a target, listed above: fix the fault, and keep the input in \
              {FOLDER}/regressions"
         ))),
     }

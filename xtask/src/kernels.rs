@@ -77,7 +77,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
             fs::write(&kept, made).map_err(|e| Error::at(&kept, &e))?;
         } else if read(&kept)? != made {
             let kept = kept.display();
-            let what = format!("{kept} is not what its sources make: run `cargo xtask kernels`");
+            let what = format!("{kept} does not match its sources: run `cargo xtask kernels`");
             return Err(Error::new(what));
         }
     }

@@ -34,7 +34,7 @@ use clap::{Parser, Subcommand};
 use crate::error::Result;
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", bin_name = "cargo xtask", about = "The project's own verbs")]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", about = "The project's own commands")]
 struct Args {
     #[command(subcommand)]
     verb: Verb,

@@ -101,7 +101,7 @@ impl Servers {
             command.args(["--access-key", "test", "--secret-key", "test"]).arg(&data);
             command
         })?;
-        println!("{name} {version} is the one that must be found out");
+        println!("{name} {version} is the server whose faults must be detected");
         Ok(())
     }
 

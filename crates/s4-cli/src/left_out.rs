@@ -90,7 +90,7 @@ impl fmt::Display for LeftOut {
             parts.push("the object that the tensors are in, with all other values".to_owned());
         }
         if self.values > 0 {
-            let are = if self.values == 1 { "is no tensor" } else { "are no tensors" };
+            let are = if self.values == 1 { "is not a tensor" } else { "are not tensors" };
             parts.push(format!("{} that {are}", count(self.values, "value")));
         }
         if self.shared > 0 {
@@ -123,10 +123,10 @@ mod tests {
         let mut found = LeftOut::default();
         found.count(&tree, &mut HashSet::new());
         assert_eq!((found.values, found.shared), (6, 2));
-        let said = "6 values that are no tensors; 2 tensors that share their values with others";
+        let said = "6 values that are not tensors; 2 tensors that share their values with others";
         assert_eq!(found.to_string(), said);
         let one = LeftOut { values: 1, shared: 1, ..LeftOut::default() };
-        let said = "1 value that is no tensor; 1 tensor that shares its values with others";
+        let said = "1 value that is not a tensor; 1 tensor that shares its values with others";
         assert_eq!(one.to_string(), said);
     }
 }

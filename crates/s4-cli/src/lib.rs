@@ -42,8 +42,8 @@ use error::{Failure, Result};
                   it. `serve` has those of sysexits.h."
 )]
 struct Cli {
-    /// Tell more on standard error: -v, -vv, -vvv. By default warnings are told, with --quiet errors
-    /// only; the environment variable S4_LOG sets another default (off, error, warn, info, debug, trace)
+    /// Log more to standard error: -v, -vv, -vvv. The default is warnings, or errors only with
+    /// --quiet; the environment variable S4_LOG sets another (off, error, warn, info, debug, trace)
     #[arg(long, short, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
     #[command(subcommand)]
@@ -56,9 +56,9 @@ enum Command {
     Compress {
         /// File to read
         input: String,
-        /// File or URL to write; by default the input with the ending .s4w
+        /// File or URL to write; by default the input with the extension .s4w
         output: Option<String>,
-        /// How much is tried to make it smaller: fast, balanced or small
+        /// How hard to compress: fast, balanced or small
         #[arg(long, default_value = "balanced")]
         preset: Preset,
         #[command(flatten)]
@@ -72,8 +72,8 @@ enum Command {
     Decompress {
         /// File or URL to read
         input: String,
-        /// File to write; by default the input with the ending .safetensors, if such a file can hold all of it
-        /// (with the wheel .pt, if not)
+        /// File to write; by default the input with the extension .safetensors, if such a file can hold all
+        /// of it (otherwise, with the wheel, .pt)
         output: Option<String>,
         #[command(flatten)]
         overwrite: Overwrite,
@@ -84,24 +84,24 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
-    /// Tell what is in a file, without decoding values
+    /// Show what is in a file, without decoding values
     Inspect {
         /// File or URL
         input: String,
-        /// Also the planes of each tensor, with bits for each value
+        /// Also show the planes of each tensor, with bits per value
         #[arg(long)]
         bits: bool,
-        /// As JSON
+        /// Print JSON
         #[arg(long)]
         json: bool,
         #[command(flatten)]
         remote: Remote,
     },
-    /// Read a whole file and compare every hash and checksum
+    /// Read a whole file and check every hash and checksum
     Verify {
         /// File or URL
         input: String,
-        /// As JSON
+        /// Print JSON
         #[arg(long)]
         json: bool,
         #[command(flatten)]
@@ -114,13 +114,13 @@ enum Command {
     /// Keep, list, restore and check many checkpoints in a folder or a bucket
     #[command(subcommand)]
     Store(store::Verb),
-    /// Write what a .s4w file holds into another one, of open codecs, and compare the two
+    /// Rewrite a .s4w file with open codecs, and compare the two
     Transcode {
         /// File or URL to read
         input: String,
         /// File or URL to write
         output: String,
-        /// How much is tried to make it smaller: fast, balanced or small
+        /// How hard to compress: fast, balanced or small
         #[arg(long, default_value = "balanced")]
         preset: Preset,
         #[command(flatten)]
@@ -138,10 +138,10 @@ enum Command {
     Serve(serve::Serve),
     /// Prove on this machine that every dtype comes back bit by bit
     Selftest {
-        /// Damage one byte on the way, to prove that the test can fail
+        /// Damage one byte in transit, to prove that the test can fail
         #[arg(long)]
         inject_fault: bool,
-        /// Also hold every CUDA device against the processor, and fail if there is none
+        /// Also compare every CUDA device with the CPU, and fail if there is none
         #[arg(long)]
         require_gpu: bool,
         #[command(flatten)]
@@ -151,10 +151,10 @@ enum Command {
 
 #[derive(Args)]
 struct Common {
-    /// Threads; by default as many as the machine has cores
+    /// Number of threads; by default the number of cores
     #[arg(long)]
     threads: Option<usize>,
-    /// Vector instructions: scalar, neon, avx2 or avx512; by default the best there are
+    /// Vector instructions: scalar, neon, avx2 or avx512; by default the best available
     #[arg(long)]
     simd: Option<Simd>,
     /// No progress bar, and no warnings
@@ -165,7 +165,7 @@ struct Common {
 /// What concerns files that are there already.
 #[derive(Args, Clone, Copy)]
 struct Overwrite {
-    /// Replace the output if it is there already
+    /// Replace the output if it exists
     #[arg(long, short)]
     force: bool,
 }
@@ -173,8 +173,8 @@ struct Overwrite {
 /// What concerns files at URLs.
 #[derive(Args, Clone, Copy)]
 struct Remote {
-    /// Seconds for a request to an object store with all its repetitions; by default 300, and 30 while
-    /// the server was never reached
+    /// Seconds for a request to an object store, including retries; by default 300, or 30 until the
+    /// server was first reached
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
 }

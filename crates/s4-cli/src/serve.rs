@@ -14,16 +14,16 @@ use crate::progress::Bar;
 /// What the file says, flags and environment replace.
 #[derive(Args)]
 pub(crate) struct Serve {
-    /// TOML file; docs/runner.md lists its members
+    /// Configuration in TOML; docs/runner.md lists its keys
     #[arg(long, env = "S4W_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
     /// Folder or URL of the store that checkpoints become durable in
     #[arg(long, env = "S4W_STORE", value_name = "URL")]
     store: Option<String>,
-    /// Where the journal is
+    /// Folder of the journal
     #[arg(long, env = "S4W_STATE_DIR", value_name = "FOLDER")]
     state_dir: Option<PathBuf>,
-    /// Where checkpoints lie until they are durable
+    /// Folder for checkpoints until they are durable
     #[arg(long, env = "S4W_STAGING_DIR", value_name = "FOLDER")]
     staging_dir: Option<PathBuf>,
     /// The socket that checkpoints are submitted through
@@ -32,13 +32,13 @@ pub(crate) struct Serve {
     /// Address of the read-only page
     #[arg(long, env = "S4W_HTTP", value_name = "ADDRESS")]
     http: Option<String>,
-    /// Seconds that a shutdown takes at most
+    /// Most seconds that a shutdown may take
     #[arg(long, env = "S4W_DRAIN_SECONDS", value_name = "SECONDS")]
     drain_seconds: Option<u64>,
     /// Do not start without a CUDA device
     #[arg(long)]
     require_gpu: bool,
-    /// Ask the instance's metadata for interruptions
+    /// Poll the instance metadata service for spot interruptions
     #[arg(long)]
     spot: bool,
 }

@@ -56,7 +56,7 @@ fn check(
 ) -> Result<()> {
     let written = Reader::open(Source::from(output), options)?;
     if !written.manifest().closed_codecs.is_empty() {
-        return Err(Failure::Test(format!("{output}: not an open file")));
+        return Err(Failure::Test(format!("{output}: it still needs a closed codec")));
     }
     match copy::compare(input, digests, &written)? {
         Some(what) => Err(Failure::Test(format!("{output}: {what} differs from the input"))),

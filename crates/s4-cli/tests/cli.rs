@@ -353,7 +353,7 @@ fn tensors_are_written_to_safetensors_files_only_and_others_told_of() {
     let out = s4w(&["decompress", &path("flat.s4w")]);
     assert!(out.status.success() && out.stderr.is_empty(), "{}", text(&out));
     for (name, what) in [
-        ("step.s4w", "1 value that is no tensor"),
+        ("step.s4w", "1 value that is not a tensor"),
         ("pickle.s4w", "with all other values"),
         ("dcp.s4w", "in pieces"),
         ("blob.s4w", "the blobs mine"),

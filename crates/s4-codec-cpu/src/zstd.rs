@@ -125,7 +125,7 @@ fn check_frame(src: &[u8], len: usize) -> Result<()> {
             return Err(Error::corrupt(format!("zstd frame of {size} bytes for {len}")));
         }
         Ok(_) => {}
-        Err(_) => return Err(Error::corrupt("no zstd frame")),
+        Err(_) => return Err(Error::corrupt("not a zstd frame")),
     }
     let frame = zstd_safe::find_frame_compressed_size(src)
         .map_err(|code| Error::truncated(format!("zstd: {}", zstd_safe::get_error_name(code))))?;

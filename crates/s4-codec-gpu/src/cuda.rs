@@ -48,14 +48,14 @@ impl Cuda {
             return Err(unavailable("the driver's library (libcuda) is not installed".into()));
         }
         result::init()
-            .map_err(|e| unavailable(format!("the driver does not start ({})", words(e))))?;
+            .map_err(|e| unavailable(format!("the driver failed to start ({})", words(e))))?;
         let mut driver = 0;
         // SAFETY: `driver` is a place for one `int`.
         let version = unsafe { sys::cuDriverGetVersion(&mut driver) };
         version.result().map_err(|e| unavailable(words(e)))?;
         if driver < OLDEST_DRIVER {
             return Err(unavailable(format!(
-                "the driver is of CUDA {}.{}, and 12.0 (driver 525) is the oldest that is used",
+                "the driver supports CUDA {}.{}, but at least 12.0 (driver 525) is needed",
                 driver / 1000,
                 driver % 1000 / 10
             )));

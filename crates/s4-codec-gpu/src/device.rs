@@ -152,10 +152,10 @@ impl Device {
         };
         known.result().on(self.ordinal(), "look at a pointer")?;
         if memory != sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 {
-            return bad("no memory of");
+            return bad("not in the memory of");
         }
         if ordinal.unsigned_abs() != self.ordinal() {
-            return bad("memory of another device than");
+            return bad("in the memory of another device, not of");
         }
         // Memory mapped piece by piece reports only the piece: the range may continue after it.
         let end = start.saturating_add(size as u64);

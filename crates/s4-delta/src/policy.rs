@@ -80,8 +80,8 @@ pub enum Reason {
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::First => "there is no checkpoint before",
-            Self::Full => "as many checkpoints share a base as may",
+            Self::First => "there is no earlier checkpoint",
+            Self::Full => "the base already has the most checkpoints allowed",
             Self::NotPaying => "recent deltas were hardly smaller than a base",
             Self::Changed => "most tensors are new or changed dtype or shape",
         })

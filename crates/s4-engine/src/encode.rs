@@ -221,7 +221,8 @@ impl CpuEngine {
                 },
                 // With the many contexts of `update`, the bytes that a chunk's own tables save are
                 // not worth the time.
-                own_tables: tables.is_empty() || !prediction.is_some_and(Prediction::is_told),
+                own_tables: tables.is_empty()
+                    || !prediction.is_some_and(Prediction::has_update_contexts),
                 behind: match i + 1 < sizes.len() {
                     true => scratch.stream(layout, sizes, i + 1),
                     false => &[],

@@ -69,7 +69,7 @@ impl<'a> TensorValues<'a> {
 
 /// What is wrong with a tensor's data.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("tensor number {tensor}: {source}")]
+#[error("tensor {tensor}: {source}")]
 pub struct TensorError {
     /// Index of the tensor in the caller's list.
     pub tensor: usize,

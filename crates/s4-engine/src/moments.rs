@@ -61,7 +61,7 @@ impl Moment<'_> {
         let (width, log2) = (self.dtype.value_width() as u64, chunk_log2(self.dtype));
         let bytes = self.values.bytes();
         let all = chunk_count(bytes / width, log2);
-        let none = || Error::corrupt("a moment of another number of values");
+        let none = || Error::corrupt("a moment has a different number of values");
         let end = first.checked_add(count).filter(|end| *end <= bytes / width).ok_or_else(none)?;
         let part = |chunk: u64| {
             let record = self.records.get(chunk as usize).ok_or_else(none)?;
@@ -125,7 +125,7 @@ impl Moment<'_> {
 }
 
 fn on_device() -> Error {
-    Error::unsupported("moments in the memory of a device, on the CPU")
+    Error::unsupported("the CPU cannot read moments in device memory")
 }
 
 #[cfg(test)]

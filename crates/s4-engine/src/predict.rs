@@ -231,7 +231,7 @@ impl Prediction<'_> {
     }
 
     /// Whether contexts are derived from moments.
-    pub(crate) fn is_told(&self) -> bool {
+    pub(crate) fn has_update_contexts(&self) -> bool {
         self.update.is_some()
     }
 

@@ -268,7 +268,7 @@ fn host_values<'a>(tensor: usize, t: &TensorValues<'a>) -> Result<&'a [u8], Tens
     match t.values {
         Values::Host(data) => Ok(data),
         Values::Device(_) => {
-            let source = Error::unsupported("values in the memory of a device, on the CPU");
+            let source = Error::unsupported("the CPU cannot read values in device memory");
             Err(TensorError { tensor, source })
         }
     }

@@ -190,7 +190,7 @@ fn frames_do_not_depend_on_threads_windows_or_where_parents_are() {
     }
     // An input that cannot be read is an error of the first chunk that needs it, and nothing follows it.
     for (given, what) in [
-        (Given::Nowhere, "tensor number 0: corrupt data (chunk 0): gone"),
+        (Given::Nowhere, "tensor 0: corrupt data (chunk 0): gone"),
         (Given::Device, "a delta without the values of its parent"),
     ] {
         let inputs = &parents(given);
@@ -239,5 +239,5 @@ fn an_error_of_the_sink_ends_the_work_and_what_does_not_fit_is_refused() {
     // SAFETY: it is not used.
     let memory = unsafe { DeviceMemory::new(0, 0, 1 << 19, 0) };
     let there = wrong(TensorValues { values: memory.into(), ..tensor }, &plans);
-    assert!(there.contains("in the memory of a device"), "{there}");
+    assert!(there.contains("in device memory"), "{there}");
 }

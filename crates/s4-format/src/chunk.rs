@@ -51,7 +51,7 @@ impl ChunkRecord {
     pub fn parse_table(bytes: &[u8]) -> Result<Vec<Self>> {
         if !bytes.len().is_multiple_of(Self::SIZE) {
             return Err(
-                Error::corrupt("size is no multiple of a chunk record's").in_part("chunk table")
+                Error::corrupt("size is not a multiple of a record's").in_part("chunk table")
             );
         }
         let mut c = Cursor::new(bytes);

@@ -157,7 +157,7 @@ impl Footer {
         };
         if bytes[56..] != END_MAGIC {
             return Err(Error::truncated(
-                "the end of the file is missing: it was cut, or its writing did not finish",
+                "the end of the file is missing: it was truncated, or never fully written",
             ));
         }
         let mut c = Cursor::new(bytes);

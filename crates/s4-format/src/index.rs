@@ -263,7 +263,7 @@ fn check_record(t: &Tensor, end: u64, plans: usize) -> Result<()> {
     }
     if let TensorKind::Chunks { block, chunk_log2, pack } = t.kind {
         if t.name.is_empty() != pack {
-            return Err(Error::corrupt("packs have no name, other tensors have one"));
+            return Err(Error::corrupt("a pack with a name, or a tensor without one"));
         }
         if !CHUNK_LOG2.contains(&chunk_log2) {
             return Err(Error::limit(format!("chunks of 2^{chunk_log2} values")));

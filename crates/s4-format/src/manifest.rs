@@ -220,7 +220,7 @@ impl Manifest {
         };
         let ClosedCodec { codec, library_major } = missing;
         let other = readable.iter().find(|c| c.codec == *codec);
-        let here = other.map_or_else(String::new, |c| format!(" (here is {})", c.library_major));
+        let here = other.map_or_else(String::new, |c| format!(" (installed: {})", c.library_major));
         let error = Error::unsupported(format!(
             "the checkpoint needs the closed codec `{codec}`, which only version {library_major} of its \
              vendor's library reads{here}, on a GPU: read it there, and transcode it to open codecs"
@@ -324,9 +324,9 @@ impl Manifest {
     pub fn to_json(&self) -> Result<Vec<u8>> {
         let scalars = self.roles.iter().flat_map(|r| &r.groups).map(|g| 1 + g.len());
         for (what, count, most) in [
-            ("entries of metadata", self.metadata.len(), MAX_ENTRIES),
+            ("metadata entries", self.metadata.len(), MAX_ENTRIES),
             ("blobs", self.blobs.len(), MAX_ENTRIES),
-            ("groups and scalars of roles", scalars.sum(), MAX_SCALARS),
+            ("role groups and scalars", scalars.sum(), MAX_SCALARS),
         ] {
             if count > most {
                 return Err(Error::limit(format!("{count} {what}, {most} allowed")));
@@ -408,7 +408,7 @@ mod tests {
         m.closed_codecs = vec![closed(6)];
         let m = Manifest::parse_closed(&m.to_json().unwrap(), 26).unwrap();
         m.require_closed(&[closed(6)]).unwrap();
-        for (readable, part) in [(vec![], "version 6"), (vec![closed(7)], "(here is 7)")] {
+        for (readable, part) in [(vec![], "version 6"), (vec![closed(7)], "(installed: 7)")] {
             let e = m.require_closed(&readable).unwrap_err();
             assert!(matches!(e, Error::Unsupported { .. }));
             assert!(e.to_string().contains("nvcomp-ans") && e.to_string().contains(part), "{e}");

@@ -82,7 +82,7 @@ pub fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
         }
     }
     if !bits.bytes.is_empty() || bits.held > 7 || bits.word != 0 {
-        return Err(Error::corrupt("something follows packed offsets"));
+        return Err(Error::corrupt("unexpected data after packed offsets"));
     }
     Ok(out)
 }

@@ -26,7 +26,7 @@ impl Predict for Cast {
         inputs: &[&[u8]],
         out: &mut [u8],
     ) -> Result<Predicted> {
-        let none = || Error::corrupt("a rounded copy of another number of values");
+        let none = || Error::corrupt("a rounded copy has a different number of values");
         let wide = inputs.first().filter(|i| i.len() == 2 * out.len() && i.len() % 4 == 0);
         let wide = wide.ok_or_else(none)?;
         match tensor.dtype {

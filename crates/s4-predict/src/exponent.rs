@@ -55,7 +55,7 @@ impl ContextModel for Exponents {
         let bytes = known.tensor.dtype.value_width();
         let width = Width::from_bytes(bytes)
             .ok_or_else(|| Error::unsupported(format!("values of {bytes} bytes")))?;
-        let none = || Error::corrupt("contexts of other values than the input's");
+        let none = || Error::corrupt("contexts do not match the input's values");
         let input = known.inputs.first().filter(|i| i.len() == out.len() * bytes);
         let with = (top, shift, CLASSES - 1);
         known.kernels.classes(width, with, input.ok_or_else(none)?, out);

@@ -30,7 +30,7 @@ impl Predict for Parent {
             Some(parent) if parent.len() == out.len() => Ok(Predicted::Input(0)),
             Some(parent) => {
                 let (own, others) = (out.len(), parent.len());
-                Err(Error::corrupt(format!("{others} bytes of a parent for {own} bytes")))
+                Err(Error::corrupt(format!("the parent has {others} bytes instead of {own}")))
             }
             None => Err(Error::unsupported("a delta without the values of its parent")),
         }

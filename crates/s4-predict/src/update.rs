@@ -103,7 +103,7 @@ impl Update {
         let fits =
             |(bits, values): &(FloatBits, &[u8])| values.len() == out.len() * bits.width().bytes();
         if !values.iter().all(fits) {
-            return Err(Error::corrupt("contexts of other values than the inputs'"));
+            return Err(Error::corrupt("contexts do not match the inputs' values"));
         }
         kernels.update_classes(values, (self.floor, self.offset), out);
         Ok(())
@@ -122,7 +122,7 @@ impl Update {
     ) -> Result<()> {
         let other = bits(self.moments[0])?.width();
         if differences.len() / width.bytes() != first.len() / other.bytes() {
-            return Err(Error::corrupt("differences of other values than the inputs'"));
+            return Err(Error::corrupt("differences do not match the inputs' values"));
         }
         kernels.negate_where_positive(width, differences, (other, first));
         Ok(())

@@ -1,4 +1,4 @@
-//! Copies host memory: the one thing that a save in the background makes its caller wait for.
+//! Copies host memory, on several threads: the caller of a background save waits for this.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,8 +11,8 @@ use crate::watch::detached;
 /// Bytes that a thread copies at a time.
 const PART: usize = 8 << 20;
 
-/// Copies memory. Each item is a destination address, a source address and a size in bytes. `threads`
-/// defaults to the number of cores.
+/// Copies host memory on several threads. Each item is a destination address, a source address and a size in
+/// bytes. `threads` defaults to the number of cores.
 #[pyfunction]
 #[pyo3(signature = (items, threads))]
 pub(crate) fn copy_memory(
@@ -34,8 +34,8 @@ pub(crate) fn copy_memory(
         }
         let start: *const u8 = std::ptr::with_exposed_provenance(from);
         // SAFETY: The caller passes the address and size of a storage that it keeps alive and does
-        // not resize during the call; `u8` has no alignment and no invalid values; the buffer that
-        // is copied to is no part of it.
+        // not resize during the call; `u8` has no alignment and no invalid values; the destination
+        // buffer is not part of the storage.
         let from = unsafe { std::slice::from_raw_parts(start, nbytes) };
         parts.extend(to.chunks_mut(PART).zip(from.chunks(PART)));
     }

@@ -14,7 +14,7 @@ use crate::object::Sources;
 use crate::watch::watched;
 use crate::writer::{to_value_error, values};
 
-/// Number of the device, or -1 for the host; handle of the stream that the memory was used on.
+/// Ordinal of the device, or -1 for the host; handle of the stream that the memory was used on.
 pub(crate) type Where = (i64, u64);
 
 /// Where values in host memory are: no device, no stream.
@@ -26,14 +26,14 @@ pub(crate) type DeviceRange = (usize, usize, Where);
 /// Name, dtype, shape, address, bytes, and where.
 pub(crate) type PlacedTensor = (String, String, Vec<u64>, usize, usize, Where);
 
-/// Number, address, bytes, and where.
+/// Tensor index, address, bytes, and where.
 pub(crate) type DeviceRequest = (usize, usize, usize, Where);
 
 /// Encodes and decodes on CUDA devices. Calls may come from several threads at once.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct CudaEngine(pub(crate) Arc<s4weights::cuda::CudaEngine>, Stagers);
 
-/// What copies tensors aside, by number of the device.
+/// What makes copies of tensors on a device, by the device's ordinal.
 #[derive(Default)]
 struct Stagers(Mutex<BTreeMap<u32, Arc<Stager>>>);
 
@@ -49,7 +49,7 @@ impl Stagers {
     }
 }
 
-/// Copies of tensors in the memory of CUDA devices, until they are freed.
+/// Copies of tensors on CUDA devices, in memory allocated from the driver, until they are freed.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct DeviceCopies {
     by_device: Mutex<Option<Arc<BTreeMap<u32, StagedCopies>>>>,
@@ -57,7 +57,7 @@ pub(crate) struct DeviceCopies {
     bytes: u64,
 }
 
-/// Copies of tensors of CUDA devices in page-locked memory of the host, until they are freed.
+/// Copies of CUDA tensors in page-locked host memory, until they are freed.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct HostCopies(Mutex<Option<s4weights::cuda::HostCopies>>);
 
@@ -72,13 +72,14 @@ impl CudaEngine {
         })
     }
 
-    /// Opens a device, takes the scratch memory and gives it back: what fails then would fail later.
+    /// Opens a device, and allocates and frees its scratch memory: problems show up now.
     fn open(&self, py: Python<'_>, ordinal: u32) -> PyResult<()> {
         watched(py, None, || self.0.open(ordinal).map_err(of_engine))
     }
 
-    /// Queues copies of values on devices, on the streams that they are used on. `leave`: bytes of each device's
-    /// memory, by its number, that must stay free.
+    /// Queues copies of the values on devices, on the streams that they are used on: after the work that is queued
+    /// there already, and before any that is queued later. `leave`: bytes of memory that must stay free on each
+    /// device, by ordinal.
     fn copy(
         &self,
         py: Python<'_>,
@@ -110,8 +111,8 @@ impl CudaEngine {
         })
     }
 
-    /// Copies values on devices to page-locked memory of the host, which is kept for the next copies. They are made
-    /// when this returns.
+    /// Copies the values on devices to page-locked host memory, which is kept for later copies. The copies are
+    /// complete when this returns.
     fn copy_to_host(&self, py: Python<'_>, sources: &Sources) -> PyResult<HostCopies> {
         let tensors = sources.on_devices();
         let memory = tensors.iter().map(|&(address, nbytes, place)| memory(address, nbytes, place));
@@ -122,7 +123,7 @@ impl CudaEngine {
         })
     }
 
-    /// Free and total bytes of a device's memory.
+    /// Free and total bytes of a device's memory, as the driver counts them.
     fn memory(&self, py: Python<'_>, ordinal: u32) -> PyResult<(u64, u64)> {
         watched(py, None, || {
             let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
@@ -130,7 +131,7 @@ impl CudaEngine {
         })
     }
 
-    /// The handle of a stream of the engine's own that comes after what was queued on `stream` until now.
+    /// The handle of a stream of the engine's own that waits for the work queued on `stream` so far.
     fn after(&self, py: Python<'_>, ordinal: u32, stream: u64) -> PyResult<u64> {
         watched(py, None, || {
             let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
@@ -145,29 +146,30 @@ impl CudaEngine {
         (device, host, refused)
     }
 
-    /// Page-locked memory for encoded frames, in bytes: taken from the system, idle, and the most that may be taken;
-    /// and how often the system was asked for a piece.
+    /// Page-locked memory for encoded frames and copies: bytes taken from the system, the idle part of them, and the
+    /// limit; and how many times memory was taken.
     fn frame_memory(&self) -> (u64, u64, u64, u64) {
         let FrameMemory { taken, idle, budget, pieces, .. } = self.0.frame_memory();
         (taken, idle, budget, pieces)
     }
 
-    /// Sets the most page-locked memory for encoded frames.
+    /// Limits the page-locked memory for encoded frames; idle memory beyond that is returned to the system at once.
     fn limit_frame_memory(&self, py: Python<'_>, bytes: u64) {
         py.detach(|| self.0.limit_frame_memory(bytes));
     }
 
-    /// Takes one more piece of it, unless what was taken has room for so many bytes; returns whether it did.
+    /// Takes one more piece of that memory from the system, unless there is room for `bytes` of frames already, or
+    /// the limit is reached; returns whether it did.
     fn grow_frame_memory(&self, py: Python<'_>, bytes: u64) -> bool {
         py.detach(|| self.0.grow_frame_memory(bytes))
     }
 
-    /// Gives the part of it that is idle back to the system.
+    /// Returns idle page-locked memory for encoded frames to the system.
     fn trim_frame_memory(&self, py: Python<'_>) {
         py.detach(|| self.0.trim_frame_memory());
     }
 
-    /// The most device memory, in bytes, that was held at once.
+    /// The most memory, in bytes, that the engine held on a device at once.
     fn scratch_high_water(&self, py: Python<'_>, ordinal: u32) -> u64 {
         py.detach(|| self.0.scratch_high_water(ordinal))
     }
@@ -175,17 +177,18 @@ impl CudaEngine {
 
 #[pymethods]
 impl DeviceCopies {
-    /// Address and place of each copy, in the order of the tensors.
+    /// Address and place of each copy, in the order of the tensors. Work on the stream of a place runs after the
+    /// copy.
     fn places(&self) -> Vec<(usize, Where)> {
         self.places.clone()
     }
 
-    /// Bytes of device memory that they take.
+    /// Bytes of device memory that the copies take.
     fn nbytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Waits until the copies are made.
+    /// Waits until the copies are complete. Does nothing once they are freed.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         let Some(all) = self.held() else { return Ok(()) };
         watched(py, None, || {
@@ -195,7 +198,7 @@ impl DeviceCopies {
         })
     }
 
-    /// Has what is queued on a stream of a device from now on wait for the copies.
+    /// Makes work that is queued on a stream from now on wait for the copies.
     fn hold(&self, py: Python<'_>, ordinal: u32, stream: u64) -> PyResult<()> {
         let Some(all) = self.held() else { return Ok(()) };
         watched(py, None, || match all.get(&ordinal) {
@@ -205,7 +208,7 @@ impl DeviceCopies {
         })
     }
 
-    /// Gives the memory back to the devices. What still reads the copies must be done.
+    /// Frees the device memory. Nothing may be reading the copies any more.
     fn free(&self, py: Python<'_>) -> PyResult<()> {
         let all = lock(&self.by_device).take();
         watched(py, None, || {
@@ -224,12 +227,12 @@ impl HostCopies {
         values.map(|v| v.as_ptr().expose_provenance()).collect()
     }
 
-    /// Bytes of host memory that they take.
+    /// Bytes of host memory that the copies take.
     fn nbytes(&self) -> u64 {
         lock(&self.0).as_ref().map_or(0, s4weights::cuda::HostCopies::bytes)
     }
 
-    /// Keeps the memory for the next copies. What still reads these must be done.
+    /// Releases the memory to later copies. Nothing may be reading these any more.
     fn free(&self, py: Python<'_>) {
         let copies = lock(&self.0).take();
         py.detach(|| drop(copies));
@@ -258,7 +261,7 @@ fn of_engine(e: CudaError) -> Error {
     }
 }
 
-/// A tensor's description and, for one of the host, its values.
+/// The source for the native writer: a tensor's description, with its values or where they are on a device.
 pub(crate) fn placed(tensor: &PlacedTensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes, (ordinal, stream)) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
@@ -270,7 +273,7 @@ pub(crate) fn placed(tensor: &PlacedTensor) -> PyResult<TensorSource<'_>> {
     })
 }
 
-/// Memory to read into: disjoint, since kernels fill it at once.
+/// Memory to read into: checked to be disjoint, since kernels fill all of it concurrently.
 pub(crate) fn requests(list: &[DeviceRequest]) -> PyResult<Vec<(usize, DeviceMemory)>> {
     let mut spans: Vec<_> = list.iter().filter(|r| r.2 > 0).map(|r| (r.3.0, r.1, r.2)).collect();
     spans.sort_unstable();
@@ -291,8 +294,8 @@ pub(crate) fn memory(
     // SAFETY:
     // - The caller, the package's own Python part, passes the address and size of a storage on that
     //   device, and that device's current stream; it keeps both alive during the call.
-    // - What is read into it has just made, or was given by its user to be overwritten.
-    // - Whoever changes the values meanwhile from another stream saves some mixture of both, as with
+    // - Memory that is read into was just made by that caller, or given by its user to be overwritten.
+    // - If another stream changes the values meanwhile, a mixture of old and new values is saved, as with
     //   any save. The engine itself checks that the bytes are memory of the device.
     Ok(unsafe { DeviceMemory::new(ordinal, address as u64, nbytes as u64, stream) })
 }

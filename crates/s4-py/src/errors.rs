@@ -13,7 +13,7 @@ const ENOENT: i32 = 2;
 /// This one differs between systems.
 const ETIMEDOUT: i32 = if cfg!(target_os = "macos") { 60 } else { 110 };
 
-/// The exception that reports an error to Python. What a Python stream raised is passed on as it is.
+/// The exception that reports an error to Python. An exception of a Python stream is passed on as it is.
 pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
     match error {
         Error::Format { target, source } => {
@@ -49,7 +49,7 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
     }
 }
 
-/// Errors of checkpoint stores: the class is that of what is wrong, the text says where.
+/// Errors of checkpoint stores: the innermost error decides the class, the text of the whole says where.
 fn store_error(py: Python<'_>, error: Error) -> PyErr {
     let what = error.to_string();
     let mut cause = &error;
@@ -65,7 +65,7 @@ fn store_error(py: Python<'_>, error: Error) -> PyErr {
                 "UnsupportedFormatError"
             }
             Error::Format { source: format::Error::Limit { .. }, .. } => "LimitError",
-            // An object that a listed checkpoint needs is gone, too.
+            // This includes a missing object that a listed checkpoint needs.
             _ => "CorruptDataError",
         };
         return raise(py, class, (what,));
@@ -92,7 +92,7 @@ fn store_error(py: Python<'_>, error: Error) -> PyErr {
     raise(py, class, (what,))
 }
 
-/// An error of files and plain objects. What a Python stream raised is passed on as it is.
+/// An error of files and plain objects. An exception of a Python stream is passed on as it is.
 fn io_error(py: Python<'_>, error: Error) -> PyErr {
     let (code, cause, what) = (error.errno(), error.cause(), error.to_string());
     let Error::Io { target, action, source } = error else {
@@ -110,7 +110,7 @@ fn io_error(py: Python<'_>, error: Error) -> PyErr {
     storage(py, what, &target, code, cause)
 }
 
-/// A `StorageError` with what is known of its cause. An exception with a number shows the target itself.
+/// A `StorageError` with what is known of its cause. With an `errno`, Python adds the target to the text itself.
 fn storage(
     py: Python<'_>,
     what: String,

@@ -1,4 +1,4 @@
-//! The native module of the Python package `s4weights`: a `Writer`, a `Reader` and a
+//! The native module of the Python package `s4weights`: a `Store`, a `Writer`, a `Reader` and a
 //! `TensorCodec` over memory of the host and of CUDA devices, whose addresses Python passes, and the
 //! command line.
 //!
@@ -6,8 +6,8 @@
 //! other Python threads can continue and a process may fork between calls. Ctrl-C stops it, its panics
 //! become exceptions (`watch`), and what it logs goes to Python's `logging` (`log`).
 //!
-//! Of Python objects it knows what a saved one is made of (`object`), since thousands of tensors take too long to
-//! describe in Python. Everything else that has to do with PyTorch is in the package's Python part.
+//! The one thing that it does with Python objects is to take apart an object to be saved (`object`): describing
+//! thousands of tensors in Python takes too long. Everything else to do with PyTorch is in the package's Python part.
 
 mod codec;
 mod copy;
@@ -40,7 +40,7 @@ use store::Store;
 use watch::{detached, watched};
 use writer::Writer;
 
-/// Bytes of a file's start that tell formats apart, and of its end that tell a `.s4w` file.
+/// Bytes at a file's start that distinguish formats, and at its end that identify a `.s4w` file.
 const HEAD: u64 = 9;
 const TAIL: u64 = 64;
 
@@ -56,13 +56,13 @@ fn ends_s4w(end: &[u8]) -> bool {
     s4weights::format::file::ends_s4w(end)
 }
 
-/// The first bytes of a file, and whether these or its last ones are those of a `.s4w` file; `None` if it cannot
-/// be looked at, or is no ordinary file.
+/// The first bytes of a file, and whether its first or last bytes identify it as a `.s4w` file; `None` if it
+/// cannot be read, or is not a regular file.
 #[pyfunction]
 fn look_at<'py>(py: Python<'py>, path: PathBuf) -> Option<(Bound<'py, PyBytes>, bool)> {
     use s4weights::format::file::{ends_s4w, is_s4w};
     let look = || -> std::io::Result<(Vec<u8>, bool)> {
-        // Some others wait for a writer when they are opened.
+        // Opening a FIFO, for one, would wait for a writer.
         if !std::fs::metadata(&path)?.is_file() {
             return Err(std::io::ErrorKind::Unsupported.into());
         }
@@ -81,38 +81,39 @@ fn look_at<'py>(py: Python<'py>, path: PathBuf) -> Option<(Bound<'py, PyBytes>, 
     Some((PyBytes::new(py, &head), ours))
 }
 
-/// Whether the last bytes of a file are those of one `.s4w` file of its size.
+/// Whether `tail` ends a single `.s4w` file of exactly `size` bytes.
 #[pyfunction]
 fn is_whole(tail: &[u8], size: u64) -> bool {
     s4weights::format::file::Footer::parse(tail, size).is_ok()
 }
 
-/// Length of the `.s4w` file that begins at a place in some bytes, whatever follows it.
+/// Length of the `.s4w` file that begins at offset `start` of `data`, whatever follows it; `None` if it has no
+/// complete footer.
 #[pyfunction]
 fn first_len(py: Python<'_>, data: PyBackedBytes, start: usize) -> Option<usize> {
     py.detach(|| s4weights::format::file::first_len(data.get(start..)?))
 }
 
-/// The names of the dtypes that the format has: PyTorch's, without `torch.`.
+/// The names of the dtypes that the format supports: PyTorch's names, without `torch.`.
 #[pyfunction]
 fn dtypes() -> Vec<&'static str> {
     s4weights::DType::ALL.iter().map(|d| d.name()).collect()
 }
 
-/// Whether a text names an object store or a `file:` URL rather than a path.
+/// Whether a text is the URL of an object store or a `file:` URL rather than a path.
 #[pyfunction]
 fn is_url(text: &str) -> bool {
     s4weights::is_url(text)
 }
 
-/// Runs the command line with its arguments, without the program's name; gives its exit code.
+/// Runs `s4w` with these arguments, which do not include the program's name; returns its exit code.
 #[pyfunction]
 fn command_line(py: Python<'_>, arguments: Vec<String>) -> PyResult<u8> {
     let arguments = std::iter::once("s4w".to_owned()).chain(arguments);
     detached(py, || s4_cli::run(arguments.map(Into::into)))
 }
 
-/// Panics, on purpose: lets tests see what becomes of that.
+/// Panics in native code, so that tests can check how a panic is reported.
 #[pyfunction]
 fn panic_on_purpose(py: Python<'_>) -> PyResult<()> {
     watched(py, None, || panic!("on purpose"))

@@ -1,10 +1,10 @@
 //! Passes what the native crates log on to Python's `logging`.
 //!
 //! Events may come from any thread, with locks held that Python code could want, so they are queued:
-//! a call passes them on when it asks Python something and when it ends. Those that come between calls
-//! are passed on by a thread that is started for that. No event waits for the interpreter.
+//! a call delivers them whenever it asks Python something, and when it ends. Events between calls are
+//! delivered by a thread that is started for them. No event waits for the interpreter.
 //!
-//! This is a subscriber of its own and not a layer over a registry of spans: the crates have no spans,
+//! This is a subscriber of its own rather than a layer over a span registry: the crates have no spans,
 //! and other libraries' events are not wanted.
 
 use std::collections::VecDeque;
@@ -23,20 +23,20 @@ use tracing::span;
 use tracing::subscriber::Interest;
 use tracing::{Event, Level, Metadata, Subscriber};
 
-/// Events that wait, at most; what comes then is counted only.
+/// The most events that are queued; further ones are only counted.
 const WAITING: usize = 1000;
-/// Bytes of a message, at most: names in it may be anybody's.
+/// The most bytes of a message: it may contain names of any length from untrusted files.
 const LONGEST: usize = 4096;
 
 static QUEUE: Mutex<VecDeque<Record>> = Mutex::new(VecDeque::new());
 static LOST: AtomicUsize = AtomicUsize::new(0);
-/// Python's number of the lowest level that is wanted.
+/// The lowest level that is wanted, as Python numbers levels.
 static LEVEL: AtomicUsize = AtomicUsize::new(WARNING);
-/// Calls that will pass on what is queued.
+/// Running calls that will deliver what is queued.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
-/// Whether a thread is passing on what came between calls.
+/// Whether a thread is delivering events that came between calls.
 static FLUSHING: AtomicBool = AtomicBool::new(false);
-/// Whether the process ends: no thread may attach to the interpreter any more.
+/// Whether the process is exiting: no thread may attach to the interpreter any more.
 static CLOSED: AtomicBool = AtomicBool::new(false);
 
 const WARNING: usize = 30;
@@ -50,23 +50,23 @@ struct Record {
 /// Takes the events of this project's crates.
 struct Bridge;
 
-/// Starts to take events. A program that has a subscriber of its own keeps it.
+/// Installs the subscriber, unless the program already has one.
 pub(crate) fn install() {
     let _ = tracing::subscriber::set_global_default(Bridge);
 }
 
-/// A call into native code: what was logged during it is passed on when this is dropped, with the
-/// interpreter attached.
+/// A call into native code: what was logged during it is delivered when this is dropped, attached to
+/// the interpreter.
 pub(crate) struct Call<'py> {
     py: Python<'py>,
-    /// Whether it flushes now and then, so that nobody else has to.
+    /// Whether the call flushes from time to time, so that no other thread has to.
     flushes: bool,
 }
 
 impl<'py> Call<'py> {
     pub(crate) fn begin(py: Python<'py>, flushes: bool) -> Self {
         CALLS.fetch_add(usize::from(flushes), Ordering::Relaxed);
-        // Kept: to ask for the logger takes longer than to decode a small tensor.
+        // Cached: looking up the logger takes longer than decoding a small tensor.
         static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let logger = LOGGER.get_or_try_init(py, || {
             let get = py.import("logging")?.getattr("getLogger")?;
@@ -87,7 +87,7 @@ impl Drop for Call<'_> {
     }
 }
 
-/// Passes on what is queued. What a handler raises is printed, as `logging` itself does.
+/// Delivers what is queued. An exception of a handler is printed, as `logging` itself does.
 pub(crate) fn flush(py: Python<'_>) {
     let Some(mut queue) = queue() else { return };
     if queue.is_empty() {
@@ -114,7 +114,7 @@ pub(crate) fn flush(py: Python<'_>) {
     }
 }
 
-/// Before the interpreter ends: passes on what is queued, and starts no thread any more.
+/// Called before the interpreter exits: delivers what is queued, and starts no more threads.
 #[pyfunction]
 pub(crate) fn close_log(py: Python<'_>) {
     CLOSED.store(true, Ordering::SeqCst);
@@ -126,7 +126,8 @@ pub(crate) fn close_log(py: Python<'_>) {
     flush(py);
 }
 
-/// In the child after a fork: threads and calls of the parent are not there.
+/// Called in the child after a fork, where the parent's threads and calls do not exist: drops log records
+/// that are the parent's to deliver.
 #[pyfunction]
 pub(crate) fn reset_log() {
     CALLS.store(0, Ordering::Relaxed);
@@ -136,7 +137,7 @@ pub(crate) fn reset_log() {
     }
 }
 
-/// The queue. A thread that was forking may have left it locked for ever: then there is none.
+/// The queue; `None` if it stays locked, which in a forked child may be forever.
 fn queue() -> Option<MutexGuard<'static, VecDeque<Record>>> {
     for _ in 0..1000 {
         match QUEUE.try_lock() {
@@ -177,7 +178,7 @@ fn is_ours(metadata: &Metadata<'_>) -> bool {
         && *metadata.level() != Level::TRACE
 }
 
-/// Starts a thread that passes on what came while no call was there to do so.
+/// Starts a thread that delivers what is queued, if no running call will.
 fn flush_soon() {
     if CALLS.load(Ordering::Relaxed) > 0 || FLUSHING.swap(true, Ordering::SeqCst) {
         return;

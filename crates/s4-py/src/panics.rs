@@ -1,4 +1,4 @@
-//! Panics, which are faults of this package, as exceptions.
+//! Turns panics, which are bugs in this package, into exceptions.
 
 use std::any::Any;
 use std::panic;
@@ -11,7 +11,7 @@ use crate::errors::raise;
 /// Where the last panic was, and what it said.
 static LAST: Mutex<Option<String>> = Mutex::new(None);
 
-/// Notes where panics happen: what is caught has only their message.
+/// Installs a hook that records where a panic happens: a caught panic has only its message.
 pub(crate) fn note_places() {
     let usual = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
@@ -31,7 +31,7 @@ pub(crate) fn to_python(py: Python<'_>, payload: &(dyn Any + Send)) -> PyErr {
     let noted = LAST.lock().unwrap_or_else(PoisonError::into_inner).take();
     let what = noted.filter(|n| n.contains(said)).unwrap_or_else(|| said.to_owned());
     let what = what.replace('\n', " ");
-    // By the name under which users know this package.
+    // Under the name by which users know this package.
     tracing::error!(target: "s4weights::panics", "panic: {what}");
     let advice = "this is a bug in s4weights: please report it, with this message";
     raise(py, "S4Error", (format!("{advice}: {what}"),))

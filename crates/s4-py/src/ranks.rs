@@ -14,16 +14,16 @@ use crate::store::{Store, contents, saved_json, teller};
 use crate::watch::progress;
 use crate::writer::{in_groups, to_value_error};
 
-/// Begins a checkpoint of several processes, of `raw` bytes of tensors. Returns what each of them is to be
-/// told, as JSON.
+/// Begins a checkpoint that several processes store together, of `raw` bytes of tensors. Returns the `part_of`
+/// that every rank needs, as JSON.
 #[pyfunction]
 pub(crate) fn begin_parts(py: Python<'_>, store: &Store, raw: u64, base: bool) -> PyResult<String> {
     let of = store.watcher.run(py, None, || store.inner.begin_parts(raw, base))?;
     serde_json::to_string(&of).map_err(to_value_error)
 }
 
-/// Stores a rank's tensors; `staged`, `host_changes` and `staging_memory` as for `Store.save`. Returns the part,
-/// for the coordinator, and its bytes before and after.
+/// Stores a rank's tensors. Returns the part, for the coordinator, and its bytes before and after compression.
+/// `staged`, `host_changes` and `staging_memory` are as for `Store.save`.
 #[pyfunction]
 #[pyo3(signature = (
     store, part_of, rank, tensors, *, groups, callback, engine, staged, host_changes, staging_memory
@@ -60,8 +60,8 @@ pub(crate) fn save_part<'py>(
     Ok((PyBytes::new(py, &bytes), report.bytes_in, report.bytes_out))
 }
 
-/// Lists a checkpoint whose parts are stored: what `save_part` returned, in the order of ranks. Returns the
-/// entry and the report, as JSON.
+/// Lists a checkpoint whose parts are stored. `parts`: what `save_part` returned, in the order of ranks. Returns
+/// the entry and the report, as JSON.
 #[pyfunction]
 #[pyo3(signature = (store, part_of, step, parts, *, blobs, metadata, metrics, tags))]
 #[expect(clippy::too_many_arguments, reason = "keywords")]
@@ -90,7 +90,7 @@ pub(crate) fn publish_parts(
     Ok(saved_json(&saved))
 }
 
-/// Gives up a checkpoint that was begun: what was stored of it is deleted.
+/// Gives up a checkpoint that was begun, and deletes what was stored of it.
 #[pyfunction]
 pub(crate) fn give_up_parts(py: Python<'_>, store: &Store, part_of: &str) -> PyResult<()> {
     let of: PartOf = serde_json::from_str(part_of).map_err(to_value_error)?;

@@ -16,7 +16,7 @@ use crate::device::{self, CudaEngine, DeviceRequest};
 use crate::errors::to_python;
 use crate::watch::{Watcher, progress};
 
-/// Number, address, bytes.
+/// Tensor index, address, bytes.
 type Request = (usize, usize, usize);
 
 /// Name, dtype, shape, bytes.
@@ -30,7 +30,7 @@ pub(crate) struct Reader {
 }
 
 impl Reader {
-    /// A checkpoint of a store, which opened it.
+    /// Wraps the reader of a checkpoint that a store has opened.
     pub(crate) fn of(inner: Arc<s4weights::Reader>, watcher: Watcher) -> Self {
         Self { inner, watcher }
     }
@@ -76,7 +76,7 @@ impl Reader {
         Ok(Self { inner: Arc::new(inner), watcher })
     }
 
-    /// Opens a checkpoint of a store that is in memory: its index and its objects.
+    /// Opens a checkpoint of a store from what `Store.stored_bytes` returned.
     #[staticmethod]
     fn in_memory(
         py: Python<'_>,
@@ -92,12 +92,12 @@ impl Reader {
         Ok(Self { inner: Arc::new(inner), watcher })
     }
 
-    /// Gives the checkpoint what it is a delta of.
+    /// Sets the parent.
     fn set_parent(&self, py: Python<'_>, parent: PyRef<'_, Self>) -> PyResult<()> {
         self.inner.set_parent(Arc::clone(&parent.inner)).map_err(|e| to_python(py, e))
     }
 
-    /// The identity of the checkpoint, and of the one that it is a delta of, in hexadecimal.
+    /// The hash that identifies the checkpoint, and that of its parent, in hexadecimal.
     fn digests(&self) -> (String, Option<String>) {
         let parent = self.inner.parent_digest().map(|d| d.to_string());
         (self.inner.digest().to_string(), parent)
@@ -125,7 +125,7 @@ impl Reader {
         Ok(PyBytes::new(py, &blob))
     }
 
-    /// `new`: nobody has used the memory yet.
+    /// Decodes tensors into memory. `new`: the memory was not used before, so large pages are worth asking for.
     #[pyo3(signature = (requests, progress, new=false))]
     fn read_into(
         &self,
@@ -135,7 +135,8 @@ impl Reader {
         new: bool,
     ) -> PyResult<()> {
         // SAFETY: The caller, the package's own Python part, passes the addresses and sizes of
-        // storages that it has just made, keeps alive during the call and shows to no one else.
+        // storages that it keeps alive during the call. It has just made them and shows them to no
+        // one else, or its user gave them to be overwritten.
         let mut buffers = unsafe { buffers(&requests)? };
         self.watcher.run(py, progress, move || match new {
             true => self.inner.read_into_new(&mut buffers),
@@ -143,8 +144,9 @@ impl Reader {
         })
     }
 
-    /// Decodes part of an array that lies within a tensor: the array's first byte, bytes of an element
-    /// and shape; the part's first index and end in each dimension; address and bytes.
+    /// Decodes part of an array that lies within a tensor, and only the chunks that it needs. `array`: its first
+    /// byte, bytes per element and shape; `part`: start and end in each dimension; `memory`: address and bytes of
+    /// the destination.
     fn read_view(
         &self,
         py: Python<'_>,
@@ -162,12 +164,12 @@ impl Reader {
         self.watcher.run(py, None, move || self.inner.read_view(number, view, &slice, to))
     }
 
-    /// The free text that the file keeps.
+    /// The free text that is stored in the file.
     fn metadata(&self) -> BTreeMap<String, String> {
         self.inner.manifest().metadata.clone()
     }
 
-    /// As `read_into`, into memory of CUDA devices.
+    /// As `read_into`, into device memory. All values are in place when this returns.
     fn read_into_device(
         &self,
         py: Python<'_>,
@@ -180,7 +182,7 @@ impl Reader {
         self.watcher.run(py, progress, || self.inner.read_into_device(&engine.0, &requests))
     }
 
-    /// As `read_into`, of memory that holds the values of what the checkpoint is a delta of.
+    /// As `read_into`, but into memory that holds the parent's values: decoding uses them.
     fn apply_into(
         &self,
         py: Python<'_>,
@@ -193,7 +195,8 @@ impl Reader {
         self.watcher.run(py, progress, move || self.inner.apply_into(&mut buffers))
     }
 
-    /// As `apply_into`, of memory of CUDA devices. Returns the places of the requests that are to be read.
+    /// As `apply_into`, for device memory. Returns the positions of the requests that could not be applied: their
+    /// memory holds unspecified values and must be filled by reading.
     fn apply_into_device(
         &self,
         py: Python<'_>,
@@ -206,12 +209,12 @@ impl Reader {
         self.watcher.run(py, progress, || self.inner.apply_into_device(&engine.0, &requests))
     }
 
-    /// What the file says of itself, as JSON.
+    /// A description of the file (versions, tensors, sizes, metadata), as JSON.
     fn inspect(&self, py: Python<'_>) -> PyResult<String> {
         to_json(&self.watcher.run(py, None, || self.inner.inspect(false))?)
     }
 
-    /// Reads and compares everything; returns what was checked, as JSON.
+    /// Reads everything and compares all checksums; returns a report, as JSON.
     fn verify(&self, py: Python<'_>) -> PyResult<String> {
         to_json(&self.watcher.run(py, None, || self.inner.verify())?)
     }
@@ -221,7 +224,7 @@ impl Reader {
 ///
 /// # Safety
 /// For all of `'a`, each request's address and size are
-/// - those of one allocation, initialised or of a type without invalid values,
+/// - within one allocation, initialised or of a type without invalid values,
 /// - and accessed by no one else.
 pub(crate) unsafe fn buffers<'a>(requests: &[Request]) -> PyResult<Vec<(usize, &'a mut [u8])>> {
     let mut spans: Vec<_> = requests.iter().filter(|r| r.2 > 0).map(|r| (r.1, r.2)).collect();

@@ -8,16 +8,16 @@ use pyo3::types::PyBytes;
 
 /// Bytes that are collected before Python is called.
 const BUFFER: usize = 1 << 20;
-/// From so many bytes on, a write is handed on at once and not collected.
+/// Writes of at least this size skip the buffer, for a stream that copies what it is given.
 const LARGE: usize = 64 << 10;
-/// `PyBUF_READ` of CPython's stable interface, which `pyo3` has no name for there.
+/// `PyBUF_READ`: `pyo3` has no name for it in builds for CPython's stable ABI.
 const READ_ONLY: std::ffi::c_int = 0x100;
 
 /// An object with a `write` method. Unlike a `BufWriter`, it writes nothing when it is dropped: a
-/// save that failed calls the stream no more.
+/// failed save does not call the stream again.
 pub(crate) struct PySink {
     stream: Py<PyAny>,
-    /// Whether the stream is one of `io` that copies what it is given, or writes it, before it returns.
+    /// Whether the stream is of a class of `io` whose `write` copies or writes the data before it returns.
     copies: bool,
     buffer: Vec<u8>,
 }
@@ -27,7 +27,7 @@ impl PySink {
         let io = stream.py().import("io")?;
         let mut copies = false;
         for name in ["BytesIO", "BufferedWriter", "BufferedRandom", "FileIO"] {
-            // A class of somebody's own may keep what it is given.
+            // The exact class: a subclass may keep a reference to what it is given.
             copies |= stream.get_type().is(&io.getattr(name)?);
         }
         Ok(Self { stream: stream.unbind(), copies, buffer: Vec::new() })
@@ -51,7 +51,7 @@ impl PySink {
         Ok(())
     }
 
-    /// How much the stream took. Streams that do not tell have taken everything.
+    /// Calls `write`. Returns how many bytes the stream took: all of them if it does not say.
     fn call_write(&self, py: Python<'_>, data: &[u8]) -> PyResult<usize> {
         let taken = if self.copies && data.len() >= LARGE {
             let view = view(py, data)?;
@@ -101,8 +101,8 @@ impl Write for PySink {
 /// A `memoryview` of memory that must outlive it.
 fn view<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     let len = isize::try_from(data.len())?;
-    // SAFETY: the memory is readable and as long; Python gets no right to write. That nobody looks at it
-    // after this call's caller has let go of it is what `PySink::copies` promises, and `release` enforces.
+    // SAFETY: the memory is readable and has `len` bytes, and Python may not write to it. Nobody reads it after
+    // the caller has let go of it: `PySink::copies` promises that, and `release` enforces it.
     unsafe {
         let start = data.as_ptr().cast_mut().cast();
         let view = ffi::PyMemoryView_FromMemory(start, len, READ_ONLY);

@@ -85,9 +85,10 @@ impl Store {
         Ok(Self { inner: watcher.run(py, None, open)?, watcher })
     }
 
-    /// Saves a checkpoint. Tensors of CUDA devices need an engine. `staged` is called when their values are
-    /// not needed any more, with `host_changes` when no tensor's are; `staging_memory`: bytes that may wait
-    /// to be uploaded until then. Returns the entry and the report, as JSON.
+    /// Saves a checkpoint; `roles` and `tree` are JSON. Tensors on CUDA devices need an engine; their memory is
+    /// read until `staged` is called, that of host tensors until the call returns. With `host_changes`, host
+    /// tensors are also read only until `staged` is called. `staging_memory`: bytes that may wait to be uploaded
+    /// until then; `None`: no limit. Returns the entry and the report, as JSON.
     #[pyo3(signature = (
         step, sources, *, roles, tree, blobs, metadata, metrics, tags, base, callback, engine,
         staged, host_changes, staging_memory
@@ -152,14 +153,14 @@ impl Store {
         Ok(Reader::of(loaded.reader().clone(), self.watcher))
     }
 
-    /// Opens a checkpoint without what it is a delta of.
+    /// Opens a checkpoint without its parent.
     fn open_alone(&self, py: Python<'_>, id: &str) -> PyResult<Reader> {
         let id = parse_id(id)?;
         let reader = self.watcher.run(py, None, || self.inner.load_alone(id, Some(progress())))?;
         Ok(Reader::of(reader, self.watcher))
     }
 
-    /// The bytes of a checkpoint's index and of its objects.
+    /// The index of a checkpoint and its objects, each verified against its hash.
     fn stored_bytes<'py>(
         &self,
         py: Python<'py>,
@@ -192,8 +193,8 @@ impl Store {
         Ok(Value::Array(listed.iter().map(entry).collect()).to_string())
     }
 
-    /// Retires what a policy, given as keep-last, keep-every and a list of metric, count and whether
-    /// larger is better, does not keep. Returns the ids.
+    /// Retires the checkpoints that a policy does not keep; returns their ids. `best` lists metric, count and
+    /// whether larger is better.
     fn apply_retention(
         &self,
         py: Python<'_>,
@@ -220,7 +221,8 @@ impl Store {
         Ok(entry(&new).to_string())
     }
 
-    /// Deletes what nothing needs. Returns what was, or would be, done, as JSON.
+    /// Deletes data that no listed checkpoint needs. Returns a report of what was done, or with `dry_run` would
+    /// be, as JSON.
     fn sweep(
         &self,
         py: Python<'_>,
@@ -244,7 +246,7 @@ impl Store {
         Ok(all.to_string())
     }
 
-    /// Checks all checkpoints, or some. Returns what was seen, as JSON.
+    /// Checks some checkpoints, or all if `only` is empty. Returns what was found, as JSON.
     fn check(&self, py: Python<'_>, read_data: bool, only: Vec<String>) -> PyResult<String> {
         let only = only.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
         let report = self.watcher.run(py, None, || {
@@ -276,15 +278,15 @@ impl Store {
         Ok(all.to_string())
     }
 
-    /// What the store says of itself, as JSON.
+    /// The contents of the store's `repo.json`.
     fn repo(&self) -> PyResult<String> {
         serde_json::to_string(self.inner.repo()).map_err(to_value_error)
     }
 }
 
-/// Tells Python that values are not needed any more.
+/// Calls the Python function `tell` once values are not needed any more.
 pub(crate) fn teller(tell: Py<PyAny>) -> StagedFn {
-    // Without an interpreter, which is shutting down then, nobody waits.
+    // If the interpreter is shutting down, nobody is waiting for the call.
     Arc::new(move || {
         Python::try_attach(|py| {
             tell.call0(py).map_or_else(|e| e.write_unraisable(py, None), drop);
@@ -305,7 +307,7 @@ pub(crate) fn saved_json(saved: &Saved) -> String {
     all.to_string()
 }
 
-/// What a saved object is besides tensors.
+/// What a saved object consists of besides tensors.
 pub(crate) fn contents(
     tree: Option<String>,
     blobs: HashMap<String, PyBackedBytes>,

@@ -1,11 +1,11 @@
-//! Runs native work for Python: follows it, stops it by Ctrl-C or by what a progress function raises,
-//! and turns a panic into an exception.
+//! Runs native work for Python: reports its progress, stops it on Ctrl-C or when a progress function
+//! raises, and turns a panic into an exception.
 //!
 //! Only Python's main thread receives signals. Local work runs on the calling thread, which checks for
 //! them whenever it reports progress or waits. Where a server may keep the call waiting, the work runs on a
-//! separate thread while the main thread checks for signals and calls the progress function. The work of a thread that gives
-//! way ([`give_way`]) runs on a separate one, too, at a lower priority: the Python thread, which may hold Python's lock, keeps
-//! its own.
+//! separate thread while the main thread checks for signals and calls the progress function. The work of a
+//! thread that called [`give_way`] runs on a separate thread, too, at a lower priority: the Python thread,
+//! which may hold the GIL, keeps its own.
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -41,16 +41,16 @@ pub(crate) fn give_way() {
     GIVES_WAY.set(cfg!(target_os = "linux"));
 }
 
-/// Lowers the priority of the calling thread, and of those that it starts: on Linux each has its own.
+/// Lowers the priority of the calling thread and of threads that it starts: on Linux each has its own.
 fn lower_priority() {
     #[cfg(target_os = "linux")]
     if let Ok(nice) = rustix::process::getpriority_process(None) {
-        // Without it the work goes on as before.
+        // If this fails, the work runs at the usual priority.
         let _ = rustix::process::setpriority_process(None, nice + NICER);
     }
 }
 
-/// What the facade is to call: finds the watch of the call that runs on this thread.
+/// The progress function to pass to the facade. It uses the watch of the call that runs on this thread.
 pub(crate) fn progress() -> ProgressFn {
     Arc::new(report)
 }
@@ -67,13 +67,13 @@ pub(crate) fn watched<T: Send>(
 /// Runs the calls of one file or store.
 #[derive(Clone, Copy)]
 pub(crate) struct Watcher {
-    /// Whether it is on another machine: work may have to wait for a server.
+    /// Whether the file or store is on another machine: work may have to wait for a server.
     is_remote: bool,
 }
 
 impl Watcher {
-    /// For what a URL or path names, or for what neither does: bytes, and a stream of the caller's, which
-    /// no other thread may use.
+    /// For a URL or path. `None` stands for bytes, or for a stream of the caller's, which no other thread may
+    /// use.
     pub(crate) fn of(url: Option<&str>) -> Self {
         let local =
             |scheme: &str| ["file", "memory"].iter().any(|s| scheme.eq_ignore_ascii_case(s));
@@ -132,7 +132,7 @@ fn run<T: Send>(
 /// Asks Python whether to go on.
 struct Asker {
     callback: Option<Py<PyAny>>,
-    /// What Python raised: it is not asked again.
+    /// What Python raised. It is not asked again after that.
     raised: Option<PyErr>,
     /// Stops all threads of the call.
     interrupt: Interrupt,
@@ -143,7 +143,7 @@ impl Asker {
         if self.raised.is_some() {
             return false;
         }
-        // The interpreter is shutting down: nobody is left to stop the work.
+        // `None` if the interpreter is shutting down: nobody is left to stop the work.
         let outcome = Python::try_attach(|py| {
             log::flush(py);
             py.check_signals()?;
@@ -160,10 +160,10 @@ impl Asker {
     }
 }
 
-/// A question to the thread that called, and where the answer goes.
+/// A question to the calling thread, and where to send the answer.
 type Question = (Progress, SyncSender<bool>);
 
-/// One call into native work, on the thread that does it.
+/// The state of one call into native code, on the thread that does the work.
 struct Watch {
     asked: Instant,
     has_callback: bool,
@@ -175,7 +175,7 @@ struct Watch {
 enum Ask {
     /// This thread.
     Direct(Box<Asker>),
-    /// The thread that called.
+    /// The calling thread.
     Forwarded(Sender<Question>),
 }
 
@@ -227,7 +227,7 @@ fn poll() -> bool {
     goes_on
 }
 
-/// Works on this thread.
+/// Runs the work on this thread.
 fn run_on_caller<T>(
     asker: Asker,
     work: impl FnOnce() -> Result<T>,
@@ -243,7 +243,7 @@ fn run_on_caller<T>(
     (back, outcome)
 }
 
-/// Works on another thread while this one asks Python.
+/// Runs the work on another thread while this one asks Python.
 fn run_on_thread<T: Send>(
     asker: &mut Asker,
     work: impl FnOnce() -> Result<T> + Send,
@@ -254,7 +254,7 @@ fn run_on_thread<T: Send>(
     let job = move || {
         WATCH.set(Some(Watch::new(has_callback, Ask::Forwarded(questions))));
         let outcome = catch_unwind(AssertUnwindSafe(|| interrupt.watch(work)));
-        // The end of the channel shows the other thread that this one is done.
+        // This closes the channel, which tells the other thread that this one is done.
         WATCH.set(None);
         outcome
     };
@@ -271,7 +271,7 @@ fn run_on_thread<T: Send>(
         loop {
             match asked.recv_timeout(INTERVAL) {
                 Ok((progress, answer)) => {
-                    // Nobody who asks goes away.
+                    // Cannot fail: the worker waits for the answer.
                     let _ = answer.send(asker.ask(Some(progress)));
                 }
                 Err(RecvTimeoutError::Timeout) => {

@@ -21,10 +21,10 @@ use crate::watch::{Watcher, progress};
 /// Name, dtype, shape, address, bytes.
 type Tensor = (String, String, Vec<u64>, usize, usize);
 
-/// Writes one file. It cannot be used any more after `finish`, `abort` or an error.
+/// Writes one file. It cannot be used after `finish`, `abort` or an error.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Writer {
-    // Taken out while a call runs, and for good by the last one.
+    // Taken out while a call runs; the last call does not put it back.
     inner: Mutex<Option<s4weights::Writer>>,
     watcher: Watcher,
 }
@@ -87,8 +87,9 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes the sources from `first` to before `end`. Those on CUDA devices need an engine. `ahead`: bytes of
-    /// encoded values of devices that may wait to be written.
+    /// Encodes the values with indices from `first` up to, not including, `end`; those on CUDA devices need an
+    /// engine. Their memory is not read after this returns. `ahead`: bytes of encoded device values that may then
+    /// still wait in page-locked memory to be written.
     #[pyo3(signature = (engine, sources, first, end, progress, ahead=None))]
     #[expect(clippy::too_many_arguments, reason = "what, which of it, and how")]
     fn write_sources(
@@ -115,7 +116,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes the file visible. Returns the report as JSON.
+    /// Makes the file visible. Returns a report of what was written, as JSON.
     fn finish(
         &self,
         py: Python<'_>,
@@ -129,7 +130,7 @@ impl Writer {
         serde_json::to_string(&report).map_err(to_value_error)
     }
 
-    /// Removes everything that was written.
+    /// Removes everything that was written. Does nothing after `finish`.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let writer = self.lock().take();
         self.watcher.run(py, None, || {
@@ -151,7 +152,7 @@ impl Writer {
     }
 }
 
-/// Tensors, each in its group; without groups all are in the first.
+/// The tensors with their groups; if `groups` is empty, all are in the first group.
 pub(crate) fn in_groups<'a>(
     tensors: impl ExactSizeIterator<Item = PyResult<TensorSource<'a>>>,
     groups: &[u8],
@@ -181,8 +182,8 @@ pub(crate) fn values<'a>(name: &str, address: usize, nbytes: usize) -> PyResult<
             // - The caller, the package's own Python part, passes the address and size of a
             //   storage that it keeps alive and does not resize during the call.
             // - `u8` has no alignment and no invalid values.
-            // - Whoever changes the values meanwhile from another thread saves some mixture of
-            //   both, as with any save.
+            // - If another thread changes the values meanwhile, a mixture of old and new values is
+            //   saved, as with any save.
             Ok(unsafe { std::slice::from_raw_parts(start, nbytes) })
         }
     }

@@ -139,7 +139,7 @@ def test_sound_files_of_other_formats_are_not_called_damaged(tmp_path: Path) -> 
         "jit.pt": "torch.jit.load",
         "ours.pt": "a .s4w file already",
         "theirs.bin": "a safetensors file",
-        "plain.ckpt": "none that torch.save wrote",
+        "plain.ckpt": "not one that torch.save wrote",
     }
     for name, what in cases.items():
         code, said = main("compress", str(tmp_path / name), output, "-q")
@@ -231,7 +231,7 @@ def test_what_tensors_alone_cannot_hold_is_written_to_a_pt_file(tmp_path: Path) 
     # A file for tensors alone is written, with a warning about what is missing.
     out = run("decompress", file, str(tmp_path / "a.safetensors"))
     assert out.returncode == 0
-    assert "1 value that is no tensor" in out.stderr
+    assert "1 value that is not a tensor" in out.stderr
     assert "1 tensor that shares its values" in out.stderr
     assert load_file(tmp_path / "a.safetensors").keys() == {"model.w", "v"}
     # What was a .safetensors file becomes one again.

@@ -387,7 +387,7 @@ def test_ids_name_a_store_and_a_step(tmp_path: Path) -> None:
     assert not StorageWriter.validate_checkpoint_id("s3://bucket/run/last")
     with pytest.raises(CheckpointException, match="a name that ends with the step"):
         raise CheckpointException("", {0: _error(lambda: StorageWriter().reset("runs/last"))})
-    with pytest.raises(TypeError, match="options of a store"):
+    with pytest.raises(TypeError, match="not allowed with an existing store"):
         StorageWriter(s4weights.CheckpointStore(tmp_path), step=1, preset="fast")
 
 

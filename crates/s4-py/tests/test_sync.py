@@ -114,7 +114,7 @@ def test_a_subscriber_that_missed_steps_goes_on_through_the_chain(
         assert same(trainer, sampler)
         # A subscriber that comes later starts from the base of the chain.
         done = update(other)
-        assert done.deltas == 0 and done.why_base == "nothing was held"
+        assert done.deltas == 0 and done.why_base == "there were no weights yet"
         assert same(trainer, late)
         # So does one that missed the end of its chain.
         for step in (4, 5):
@@ -147,7 +147,7 @@ def test_weights_that_were_changed_meanwhile_heal(
         with caplog.at_level(logging.WARNING, "s4weights"):
             done = update(subscriber)
         assert done.why_base is not None and "not those of step 0" in done.why_base
-        assert "read anew" in caplog.text and same(trainer, sampler)
+        assert "reading everything again" in caplog.text and same(trainer, sampler)
         trainer.train_step(2)
         publisher.publish_delta(trainer, 2)
         assert update(subscriber).deltas == 1 and same(trainer, sampler)
@@ -328,8 +328,8 @@ def test_what_is_published_stays_published_if_nobody_can_be_told(
     ("length", "body", "message"),
     [
         (1 << 50, b"[", "an answer of 1125899906842624 bytes"),
-        (2, b"{}", "no list of checkpoints"),
-        (4, b"[{}]", "no list of checkpoints"),
+        (2, b"{}", "not a list of checkpoints"),
+        (4, b"[{}]", "not a list of checkpoints"),
         (None, b"[]", "an answer of None bytes"),
     ],
 )

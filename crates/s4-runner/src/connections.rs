@@ -15,7 +15,7 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 /// The most connections open at once, per listener.
-const MOST: usize = 128;
+const MAX_CONNECTIONS: usize = 128;
 /// The most bytes of a request's head.
 const MAX_HEAD: usize = 32 << 10;
 /// The most bytes of a request's body.
@@ -53,10 +53,10 @@ impl Connections {
         let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
         open.retain(|task| !task.is_finished());
         open.push_back(task.abort_handle());
-        if open.len() > MOST
+        if open.len() > MAX_CONNECTIONS
             && let Some(oldest) = open.pop_front()
         {
-            tracing::debug!("the oldest of {MOST} connections is closed for a new one");
+            tracing::debug!("the oldest of {MAX_CONNECTIONS} connections is closed for a new one");
             oldest.abort();
         }
     }

@@ -40,7 +40,7 @@ pub(crate) fn run(
             Err(Unconverted::Later(why(status)))
         }
         Some(status) => Err(Unconverted::Rejected(why(status))),
-        None if ends() => Err(Unconverted::Later("the runner ends".into())),
+        None if ends() => Err(Unconverted::Later("the runner is shutting down".into())),
         None => Err(Unconverted::Rejected("converting it took too long".into())),
     }
 }

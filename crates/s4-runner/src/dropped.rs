@@ -18,7 +18,7 @@ const UNFINISHED: &str = ".metadata.tmp";
 /// Prefix of the names of folders that are being removed.
 const REMOVED: &str = ".s4w-removed-";
 /// A folder with this many entries is not taken.
-const MOST: usize = 100_000;
+const MAX_FILES: usize = 100_000;
 
 /// A file or folder that can be taken.
 #[derive(Debug, Clone)]
@@ -76,7 +76,7 @@ fn changed_ns(about: &Metadata) -> i64 {
 fn look_into(path: &Path, about: &Metadata) -> io::Result<Option<Dropped>> {
     let (mut files, mut len, mut metadata_ns) = (vec![], 0_u64, None);
     let (mut newest, mut foreign) = (None, None);
-    for entry in fs::read_dir(path)?.take(MOST) {
+    for entry in fs::read_dir(path)?.take(MAX_FILES) {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let file = entry.metadata()?;
@@ -91,7 +91,7 @@ fn look_into(path: &Path, about: &Metadata) -> io::Result<Option<Dropped>> {
             _ => foreign = Some(name),
         }
     }
-    let Some(mtime_ns) = metadata_ns.filter(|_| files.len() < MOST) else { return Ok(None) };
+    let Some(mtime_ns) = metadata_ns.filter(|_| files.len() < MAX_FILES) else { return Ok(None) };
     files.sort();
     let listing = digest(&SHA256, files.concat().as_bytes());
     let origin = Origin {
@@ -118,7 +118,7 @@ pub(crate) fn remove(taken: &Origin) -> io::Result<()> {
     match kind {
         Kind::Pickle | Kind::Safetensors => fs::remove_file(path),
         Kind::Distributed { foreign: Some(name), .. } => {
-            Err(io::Error::other(format!("{name} is in the folder and no part of the checkpoint")))
+            Err(io::Error::other(format!("{name} is in the folder but not part of the checkpoint")))
         }
         Kind::Distributed { .. } => remove_folder(taken),
     }
@@ -166,7 +166,7 @@ pub(crate) fn finish_removals(folder: &Path) -> io::Result<()> {
             false => clear(&hidden),
         };
         if let Err(e) = done {
-            tracing::warn!(path = %hidden.display(), error = %e, "stays, though it is durable");
+            tracing::warn!(path = %hidden.display(), error = %e, "durable, but not removed");
         }
     }
     Ok(())

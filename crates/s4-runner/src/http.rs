@@ -71,7 +71,7 @@ fn failed() -> Response {
 /// Says no if a thread is stuck, which a new process would fix.
 async fn alive(State(service): State<Arc<Service>>) -> Response {
     let good = service.health.stalled().is_empty();
-    let text = if good { "ok\n" } else { "a thread does not go on\n" };
+    let text = if good { "ok\n" } else { "a thread has stalled\n" };
     guarded(code(good), "text/plain", text.to_owned())
 }
 

@@ -22,7 +22,7 @@ pub struct Imds {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NoAnswer {
     /// The service has nothing under this name.
-    #[error("{0}: there is none")]
+    #[error("{0}: not found")]
     Absent(String),
     /// The service refused.
     #[error("{path}: status {status}")]

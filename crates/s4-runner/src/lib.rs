@@ -43,4 +43,4 @@ pub use error::{Error, Result};
 pub use imds::{Imds, NoAnswer};
 pub use run::{Hooks, run};
 pub use watch::{Convert, Unconverted};
-pub use worker::CrashPoints;
+pub use worker::CrashHook;

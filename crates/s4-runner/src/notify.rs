@@ -9,7 +9,7 @@ use crate::health::Health;
 fn tell(states: &[NotifyState<'_>]) {
     // Without systemd nobody listens.
     if let Err(e) = sd_notify::notify(states) {
-        tracing::debug!(error = %e, "systemd was not told");
+        tracing::debug!(error = %e, "could not notify systemd");
     }
 }
 
@@ -29,7 +29,7 @@ pub(crate) async fn watchdog(health: std::sync::Arc<Health>) {
         let stalled = health.stalled();
         match stalled.is_empty() {
             true => tell(&[NotifyState::Watchdog]),
-            false => tracing::error!(?stalled, "the watchdog is not told that all is well"),
+            false => tracing::error!(?stalled, "not notifying the watchdog: threads have stalled"),
         }
         tokio::time::sleep(pause).await;
     }

@@ -130,7 +130,7 @@ impl Service {
     /// Restored files must not fill the drive.
     fn check_room(&self) -> s4weights::Result<()> {
         let target = self.staging.restored().display().to_string();
-        let action = "look for room in";
+        let action = "check the free space of";
         let free = self.staging.free();
         let free = free.map_err(|source| Error::Io { target: target.clone(), action, source })?;
         if free > self.config.min_free_bytes {

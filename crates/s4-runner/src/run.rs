@@ -27,7 +27,7 @@ use crate::service::Service;
 use crate::staging::Staging;
 use crate::stores::Stores;
 use crate::watch::{Convert, Unconverted, Watcher};
-use crate::worker::{CrashPoints, Worker};
+use crate::worker::{CrashHook, Worker};
 use crate::{http, memory, notify, socket};
 
 /// How long threads may take to end after they were told to.
@@ -37,7 +37,7 @@ const END: Duration = Duration::from_secs(5);
 #[derive(Clone)]
 pub struct Hooks {
     /// Called at each named place.
-    pub reached: CrashPoints,
+    pub reached: CrashHook,
     /// Names the CUDA devices, or says why there is none.
     pub gpu: Arc<dyn Fn() -> std::result::Result<String, String> + Send + Sync>,
     /// Converts files of the watched folder.
@@ -72,7 +72,7 @@ pub fn run(config: Config, hooks: Hooks) -> Result<()> {
     config.check()?;
     memory::give_back();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
+    let runtime = runtime.map_err(|e| Error::Internal(format!("cannot start the runtime: {e}")))?;
     let outcome = runtime.block_on(main(config, hooks));
     // Threads that are blocked on a drive or a server are not waited for.
     runtime.shutdown_background();
@@ -101,7 +101,7 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     let open = tokio::select! {
         open = drain(&service) => open,
         why = signals.end() => {
-            tracing::warn!("{why} once more: nothing is waited for");
+            tracing::warn!("{why} again: ending without waiting");
             service.flush(Duration::ZERO).await
         }
     };
@@ -114,7 +114,7 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     match open {
         0 => tracing::info!("all that was accepted is durable"),
         n => {
-            tracing::warn!("{n} checkpoints are not durable yet: the next start goes on with them")
+            tracing::warn!("{n} checkpoints are not durable yet: the next start resumes them")
         }
     }
     Ok(())
@@ -209,7 +209,7 @@ fn stay_with_store(
         tracing::warn!(
             before,
             now = name,
-            "another store: what became durable in the one before is forgotten"
+            "the store has changed: forgetting what became durable in the previous one"
         );
         staging.clear_local().map_err(|e| Error::io("clear", &staging.local(), e))?;
         for record in records.drain(..) {
@@ -228,7 +228,7 @@ async fn listen(address: &str) -> Result<TcpListener> {
 fn start(service: &Arc<Service>, worker: &Worker, hooks: &Hooks) -> Result<Vec<JoinHandle<()>>> {
     let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
         let started = std::thread::Builder::new().name(format!("s4w-{name}")).spawn(work);
-        started.map_err(|e| Error::Internal(format!("no thread: {e}")))
+        started.map_err(|e| Error::Internal(format!("cannot start a thread: {e}")))
     };
     let (compress, upload) = (worker.clone(), worker.clone());
     worker.health.beat(Thread::Compress);

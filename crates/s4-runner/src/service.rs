@@ -16,7 +16,7 @@ use crate::record::{Record, State};
 use crate::staging::{NotTaken, Staging};
 use crate::status::{Sources, Status};
 use crate::stores::{SUBMISSION, Stores};
-use crate::worker::{CrashPoints, finite};
+use crate::worker::{CrashHook, finite};
 
 /// The most tags of a checkpoint, and the most metrics.
 const MAX_WORDS: usize = 64;
@@ -44,20 +44,20 @@ pub(crate) struct Service {
     /// Held while a submission is accepted, so that what it was checked against stays true.
     pub(crate) accepting: Mutex<()>,
     /// Called at each named place.
-    pub(crate) reached: CrashPoints,
+    pub(crate) reached: CrashHook,
 }
 
 /// Why a submission was not accepted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Refusal {
     /// The service is ending.
-    #[error("the runner is shutting down, and accepts nothing any more")]
+    #[error("the runner is shutting down and accepts no more checkpoints")]
     Draining,
     /// There is no room: try again later.
     #[error("{0}")]
     Full(String),
     /// The id belongs to another checkpoint.
-    #[error("submission {0} is another checkpoint")]
+    #[error("submission id {0} belongs to another checkpoint")]
     Conflict(Uuid),
     /// The message is invalid.
     #[error("{0}")]

@@ -116,7 +116,7 @@ pub(crate) fn bind(path: &Path) -> Result<UnixListener> {
             fs::remove_file(path).map_err(|e| Error::io("remove", path, e))?;
         }
         Ok(_) => {
-            let there = std::io::Error::other("something that is no socket is there");
+            let there = std::io::Error::other("the path exists and is not a socket");
             return Err(Error::io("listen at", path, there));
         }
         Err(_) => {}
@@ -161,7 +161,7 @@ pub(crate) async fn serve(listener: UnixListener, router: Router) {
         match listener.accept().await {
             Ok((stream, _)) => match peer(&stream) {
                 Ok(peer) => connections.serve(stream, router.clone().layer(Extension(peer))),
-                Err(e) => tracing::warn!(error = %e, "a connection of nobody was closed"),
+                Err(e) => tracing::warn!(error = %e, "closed a connection: its peer is unknown"),
             },
             Err(e) => pause_after(&e).await,
         }

@@ -24,14 +24,14 @@ const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();
 #[derive(Debug, Clone)]
 pub(crate) struct Staging {
     root: PathBuf,
-    lying: Arc<Mutex<HashMap<PathBuf, Lying>>>,
+    unclaimed: Arc<Mutex<HashMap<PathBuf, Unclaimed>>>,
     /// Keeps other processes out of these folders.
     _lock: Arc<File>,
 }
 
 /// A file that nobody has submitted or fetched yet.
 #[derive(Debug, Clone, Copy)]
-struct Lying {
+struct Unclaimed {
     /// Size and time of the last change, which show whether somebody still writes to it.
     mark: (u64, i64, i64),
     /// Since when it has been seen unchanged.
@@ -66,7 +66,7 @@ impl Staging {
     pub(crate) fn open(root: &Path) -> Result<Self> {
         make_folder(root, 0o750)?;
         let lock = Arc::new(lock(root)?);
-        let staging = Self { root: root.to_path_buf(), lying: Arc::default(), _lock: lock };
+        let staging = Self { root: root.to_path_buf(), unclaimed: Arc::default(), _lock: lock };
         for (folder, mode) in
             [(staging.incoming(), 0o3770), (staging.queue(), 0o700), (staging.restored(), 0o2770)]
         {
@@ -149,8 +149,8 @@ impl Staging {
         })?;
         let about = file.metadata()?;
         match about {
-            _ if !about.is_file() => Err(refused("it is no file")),
-            _ if about.nlink() != 1 => Err(refused("it has several names")),
+            _ if !about.is_file() => Err(refused("it is not a regular file")),
+            _ if about.nlink() != 1 => Err(refused("it has several hard links")),
             _ if about.uid() != uid => Err(refused("it belongs to another user")),
             _ => Ok(file),
         }
@@ -219,7 +219,7 @@ impl Staging {
             let id = path.file_stem().and_then(|s| Uuid::parse_str(&s.to_string_lossy()).ok());
             match id {
                 Some(id) if !is_known(id) => {
-                    tracing::warn!(%id, "a file that no record of the journal names is given back");
+                    tracing::warn!(%id, "giving back a file that no journal record names");
                     self.give_back(id);
                 }
                 Some(id) if !is_needed(id) => {
@@ -234,8 +234,8 @@ impl Staging {
     /// Removes files that nobody submitted for a day, or fetched for an hour, as seen by this
     /// process: the times of files come from the wall clock, which may have been set.
     pub(crate) fn tidy(&self, now: Instant) {
-        let mut lying = self.lying.lock().unwrap_or_else(|e| e.into_inner());
-        let before = std::mem::take(&mut *lying);
+        let mut unclaimed = self.unclaimed.lock().unwrap_or_else(|e| e.into_inner());
+        let before = std::mem::take(&mut *unclaimed);
         for (folder, forgotten) in [(self.incoming(), FORGOTTEN), (self.restored(), UNFETCHED)] {
             let entries = fs::read_dir(&folder).into_iter().flatten().filter_map(|e| e.ok());
             for path in entries.map(|e| e.path()) {
@@ -248,7 +248,7 @@ impl Staging {
                 {
                     tracing::debug!(path = %path.display(), error = %e, "stays");
                 }
-                lying.insert(path, Lying { mark, since });
+                unclaimed.insert(path, Unclaimed { mark, since });
             }
         }
     }
@@ -270,7 +270,7 @@ fn set_mode(folder: &Path, mode: u32) -> io::Result<()> {
     }
     match fs::set_permissions(folder, fs::Permissions::from_mode(mode)) {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied && mode & 0o2000 != 0 => {
-            tracing::warn!(folder = %folder.display(), "has no setgid bit: for trainers of this user alone");
+            tracing::warn!(folder = %folder.display(), "the setgid bit cannot be set: only this user can hand files over");
             fs::set_permissions(folder, fs::Permissions::from_mode(mode & !0o2000))
         }
         other => other,
@@ -311,9 +311,9 @@ mod tests {
         assert!(made.unwrap().success());
         fs::write(staging.offered(other), "abc").unwrap();
         assert!(why(link).contains("link"), "{}", why(link));
-        assert!(why(hard).contains("several names"), "{}", why(hard));
-        assert!(why(folder).contains("no file"), "{}", why(folder));
-        assert!(why(pipe).contains("no file"), "{}", why(pipe));
+        assert!(why(hard).contains("several hard links"), "{}", why(hard));
+        assert!(why(folder).contains("not a regular file"), "{}", why(folder));
+        assert!(why(pipe).contains("not a regular file"), "{}", why(pipe));
         let refused = staging.take(other, uid + 1).unwrap_err().to_string();
         assert!(refused.contains("another user"), "{refused}");
         for id in [link, hard, folder, pipe, other] {

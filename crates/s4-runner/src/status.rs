@@ -173,13 +173,13 @@ impl Status {
         let mut out = vec![];
         match (self.store.reachable, &self.store.error) {
             (Some(true), _) => {}
-            (None, _) => out.push("the store was not asked yet".to_owned()),
+            (None, _) => out.push("the store has not been contacted yet".to_owned()),
             (Some(false), why) => {
                 out.push(format!("the store: {}", why.as_deref().unwrap_or("no answer")));
             }
         }
         if mode == Mode::Draining {
-            out.push("draining: nothing is accepted any more".into());
+            out.push("draining: no more checkpoints are accepted".into());
         }
         if self.staging_free_bytes == 0 || self.staging_free_bytes < from.config.min_free_bytes {
             out.push("the local drive is full".into());
@@ -200,7 +200,7 @@ impl Status {
             out.push("checkpoints wait for more than an hour".into());
         }
         for thread in from.health.stalled() {
-            out.push(format!("the thread {thread:?} does not go on"));
+            out.push(format!("the thread {thread:?} has stalled"));
         }
         out
     }

@@ -95,7 +95,7 @@ impl Stores {
     pub(crate) fn forget_local(&self, id: Option<CheckpointId>) {
         let Some(id) = id else { return };
         if let Err(e) = self.local().and_then(|local| local.retire(&[id], "forgotten")) {
-            tracing::debug!(error = %e, checkpoint = %id, "stays in the local store");
+            tracing::debug!(error = %e, checkpoint = %id, "not retired from the local store");
         }
     }
 

@@ -22,7 +22,7 @@ const POLL: Duration = Duration::from_secs(2);
 /// The longest pause before something that could not be taken is tried again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// The most entries of the folder that are looked at.
-const MOST: usize = 10_000;
+const MAX_ENTRIES: usize = 10_000;
 
 /// Why something in the watched folder was not converted.
 #[derive(Debug, thiserror::Error)]
@@ -105,7 +105,7 @@ impl Watcher {
 
     fn list(&self) -> std::io::Result<Vec<Dropped>> {
         let mut found = vec![];
-        for entry in fs::read_dir(&self.watch.folder)?.take(MOST) {
+        for entry in fs::read_dir(&self.watch.folder)?.take(MAX_ENTRIES) {
             found.extend(dropped::look(&entry?.path()));
         }
         found.sort_by(|a, b| {
@@ -129,7 +129,7 @@ impl Watcher {
 
     fn remove(&mut self, durable: &Origin) {
         if let Err(e) = dropped::remove(durable) {
-            tracing::warn!(path = %durable.path.display(), error = %e, "stays, though it is durable");
+            tracing::warn!(path = %durable.path.display(), error = %e, "durable, but not removed");
             self.reject(&durable.path);
         }
     }
@@ -149,14 +149,14 @@ impl Watcher {
         match self.submit(dropped) {
             Ok(step) => tracing::info!(path = %path.display(), step, "accepted"),
             Err(Unconverted::Later(why)) => {
-                tracing::warn!(path = %path.display(), error = why, "is tried again");
+                tracing::warn!(path = %path.display(), error = why, "will be tried again");
                 if let Some(seen) = self.seen.get_mut(path) {
                     let pause = seen.pause.map_or(POLL, |(_, pause)| pause * 2).min(LONGEST_PAUSE);
                     seen.pause = Some((Instant::now() + pause, pause));
                 }
             }
             Err(Unconverted::Rejected(why)) => {
-                tracing::error!(path = %path.display(), error = why, "cannot be taken as it is");
+                tracing::error!(path = %path.display(), error = why, "rejected until it changes");
                 self.service.metrics.error("watch");
                 self.reject(path);
             }

@@ -23,7 +23,7 @@ use crate::stores::{SUBMISSION, Stores, Tidy, find};
 const GONE: &str = "its local copy is gone: was the drive replaced?";
 
 /// Called with the name of each place where a test may stop the process.
-pub type CrashPoints = Arc<dyn Fn(&'static str) + Send + Sync>;
+pub type CrashHook = Arc<dyn Fn(&'static str) + Send + Sync>;
 
 /// What the threads share.
 #[derive(Clone)]
@@ -41,7 +41,7 @@ pub(crate) struct Worker {
     /// Interrupts whatever waits.
     pub interrupt: Interrupt,
     /// Called at each named place.
-    pub reached: CrashPoints,
+    pub reached: CrashHook,
     /// Threads that decode.
     pub threads: Option<usize>,
 }
@@ -51,7 +51,7 @@ impl Worker {
     pub(crate) fn compress_all(&self) {
         self.interrupt.watch(|| {
             if let Err(e) = self.adopt() {
-                tracing::warn!(error = %e, "the local store could not be looked through");
+                tracing::warn!(error = %e, "the local store could not be searched");
             }
             self.tidy(Tidy::Start);
             loop {
@@ -181,7 +181,7 @@ impl Worker {
         for (i, &(id, checkpoint)) in listed.iter().enumerate() {
             let (step, local) = (checkpoint.step(), Some(checkpoint.id()));
             let Some(r) = known(id) else {
-                tracing::warn!(%id, step, "no record told of this checkpoint: it goes on");
+                tracing::warn!(%id, step, "no journal record names this checkpoint: adopting it");
                 let later =
                     listed[i..].iter().filter_map(|(id, _)| known(*id)).map(|r| r.seq).min();
                 let done = self.queue.adopt(Record::of_local(id, checkpoint), last, later);
@@ -255,7 +255,7 @@ impl Worker {
     fn tidy(&self, how: Tidy) {
         let records = self.queue.list();
         if let Err(e) = self.stores.tidy_local(&records, how) {
-            tracing::warn!(error = %e, "the local store could not be tidied up");
+            tracing::warn!(error = %e, "the local store could not be cleaned up");
         }
         self.staging.tidy(Instant::now());
         let listed: Vec<CheckpointId> = match self.stores.local().and_then(|l| l.list()) {
@@ -313,7 +313,7 @@ impl Worker {
                 let (progress, listing) = (progress.clone(), Some(listing.clone()));
                 let options = ReplicateOptions { parent, before, progress, listing };
                 match remote.replicate(&local, own, &options) {
-                    Err(e) if is_parents(&e) => None,
+                    Err(e) if is_parent_failure(&e) => None,
                     other => Some(other?.id()),
                 }
             }
@@ -340,7 +340,7 @@ impl Worker {
         tracing::error!(id = %record.id, step = record.step, why);
         let fail = |r: &mut Record| (r.state, r.error) = (State::Failed, Some(why.to_owned()));
         if let Err(e) = self.update(record.id, fail) {
-            tracing::warn!(error = %e, "it will be looked at again");
+            tracing::warn!(error = %e, "the failure could not be recorded: trying again");
             self.queue.pause(record.id, State::Verified, why);
         }
     }
@@ -425,7 +425,7 @@ fn at(record: &Record, action: &'static str, source: io::Error) -> Error {
 }
 
 /// Whether an upload failed because of the checkpoint's parent.
-fn is_parents(e: &Error) -> bool {
+fn is_parent_failure(e: &Error) -> bool {
     match e {
         Error::Argument(_) => true,
         Error::Store { source, .. } => matches!(

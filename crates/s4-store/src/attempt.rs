@@ -452,7 +452,7 @@ impl Inner {
         if sum(false) == publish.manifest_len && sum(true) == publish.data_len {
             return Ok(());
         }
-        let what = format!("its objects have another size than the log says{}", of());
+        let what = format!("the size of its objects differs from the log{}", of());
         Err(Error::corrupt(folder, what))
     }
 

@@ -43,7 +43,7 @@ const SETTLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from
 
 /// What this process committed recently, and what it saw of other writers.
 #[derive(Debug, Default)]
-pub(crate) struct Own {
+pub(crate) struct OwnCommits {
     done: VecDeque<Entry>,
     /// Entries that were acknowledged, are not in the log any more, and must be committed again.
     owed: VecDeque<Entry>,
@@ -75,7 +75,7 @@ impl Recent {
     }
 }
 
-impl Own {
+impl OwnCommits {
     /// Whether other writers are active.
     pub(crate) fn others_are_near(&self) -> bool {
         self.others.is_some_and(|at| at.elapsed() < NEAR)
@@ -157,7 +157,7 @@ impl Inner {
     }
 
     fn gone(&self, head: u64) -> Error {
-        let what = format!("log entry {head}, which was there, is gone");
+        let what = format!("log entry {head} has disappeared");
         Error::Gone { place: self.name.clone(), what }
     }
 
@@ -226,7 +226,7 @@ impl Inner {
         self.check_repo().await?;
         tracing::error!(
             store = %self.name, entry = known.state.head(),
-            "the log is not the one that was there: its server let a writer overwrite an entry"
+            "the log has changed: its server let a writer overwrite an entry"
         );
         // From the first entry: the stored view may end with the entry that is gone.
         known.state = Arc::new(self.replay_in_order().await?);
@@ -348,7 +348,7 @@ impl Inner {
         let mut failed = 0;
         loop {
             let cause = match self.look_back(entry).await {
-                Ok(Look::Slot(slot)) => return Ok(self.told(entry, slot)),
+                Ok(Look::Slot(slot)) => return Ok(self.warn_if_taken(entry, slot)),
                 Ok(Look::Overtook) => "the next entry follows another one".to_owned(),
                 Ok(Look::Unlinked) => match self.put_back(entry.n - 1, entry.prev).await {
                     Ok(put) => {
@@ -362,7 +362,7 @@ impl Inner {
                 },
                 Ok(Look::Nothing) => {
                     failed += 1;
-                    "it was acknowledged, and is not there".to_owned()
+                    "it was acknowledged, but is not there".to_owned()
                 }
                 Err(e) => {
                     failed += 1;
@@ -377,12 +377,12 @@ impl Inner {
         }
     }
 
-    fn told(&self, entry: &Entry, slot: Slot) -> Slot {
+    fn warn_if_taken(&self, entry: &Entry, slot: Slot) -> Slot {
         if !matches!(slot, Slot::Ours) {
             tracing::error!(
                 store = %self.name, entry = entry.n,
-                "the server said that it created a log entry, and another writer's is there: it is not \
-                 safe for several writers. Nothing is lost by this, but use one at a time"
+                "the server reported creating a log entry, but another writer's is there: it is \
+                 not safe for several writers. Nothing was lost, but use one writer at a time"
             );
         }
         slot

@@ -141,7 +141,7 @@ pub struct Reference {
 impl Publish {
     /// What is wrong with a record that was read, if anything.
     fn problem(&self) -> Option<String> {
-        let differ = || "its ranks have other objects than it says".to_owned();
+        let differ = || "the objects of its ranks do not add up".to_owned();
         let sum = self.parts.add_up_to(u64::from(self.objects));
         self.parts.problem().or_else(|| (!sum).then(differ))
     }

@@ -34,7 +34,7 @@ pub enum Error {
         place: String,
     },
     /// There is a store already: open it instead.
-    #[error("{place} holds a checkpoint store already")]
+    #[error("{place} already holds a checkpoint store")]
     StoreExists {
         /// The URL or folder.
         place: String,
@@ -58,7 +58,7 @@ pub enum Error {
     /// Another process holds the lease of a store that allows one writer at a time.
     #[error(
         "{place} allows one writer at a time, and that is {holder}, which renews its lease: wait until \
-         it ends, or end it; if it is certain that it does not run any more, \
+         it ends, or stop it; if it is certainly no longer running, \
          `s4w store break-lease` removes its lease"
     )]
     Locked {
@@ -70,8 +70,9 @@ pub enum Error {
     /// This process lost the lease of a store that allows one writer at a time; nothing was changed.
     /// The next attempt asks for the lease again.
     #[error(
-        "{place} allows one writer at a time, and this process is it no longer: {}; nothing was \
-         written. Its lease expired because it slept or had no network, or somebody removed it",
+        "{place} allows one writer at a time, and this process is no longer that writer: {}; \
+         nothing was written. Its lease expired because it slept or had no network, or somebody \
+         removed it",
         lost_to(.holder.as_deref())
     )]
     LeaseLost {
@@ -82,8 +83,9 @@ pub enum Error {
     },
     /// Something that this process knows to be in the store is gone; nothing was listed.
     #[error(
-        "{place} is not what it was: {what}; nothing was saved. Was the folder removed, its file system \
-         unmounted, or the bucket emptied? Bring it back, or create a new store elsewhere"
+        "{place} has changed unexpectedly: {what}; nothing was saved. Was the folder removed, its \
+         file system unmounted, or the bucket emptied? Bring it back, or create a new store \
+         elsewhere"
     )]
     Gone {
         /// The URL or folder.
@@ -261,7 +263,7 @@ fn advice(error: &std::io::Error) -> String {
 }
 
 fn lost_to(holder: Option<&Holder>) -> String {
-    holder.map_or("its lease is gone".to_owned(), |holder| format!("now that is {holder}"))
+    holder.map_or("its lease is gone".to_owned(), |holder| format!("now it is {holder}"))
 }
 
 /// Something that is wrong with the log.
@@ -339,7 +341,7 @@ pub enum Conflict {
         found: Digest,
     },
     /// The id was published, retired or aborted before: a sweep may have given up on this attempt.
-    #[error("checkpoint {id} is {state} already")]
+    #[error("checkpoint {id} is already {state}")]
     Spent {
         /// The checkpoint.
         id: CheckpointId,

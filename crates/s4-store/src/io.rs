@@ -213,7 +213,7 @@ impl Io {
             }
         };
         let bytes = self.retrier.run("read", key.as_ref(), max.min(MAX_OBJECT as u64), get).await?;
-        bytes.map_err(|size| Error::corrupt(key, format!("{size} bytes, {max} are expected")))
+        bytes.map_err(|size| Error::corrupt(key, format!("{size} bytes, expected at most {max}")))
     }
 
     /// Reads a whole object and checks it, twice if need be: bytes may be damaged in transit, and a
@@ -328,7 +328,7 @@ fn file_len(path: &std::path::Path) -> io::Result<u64> {
 
 /// The error for an object that is shorter than it must be.
 pub(crate) fn too_short(key: &Path, size: u64, needed: u64) -> Error {
-    Error::corrupt(key, format!("{size} bytes, at least {needed} are expected"))
+    Error::corrupt(key, format!("{size} bytes, expected at least {needed}"))
 }
 
 /// The body, if it has the length that it should have: a broken connection may look like the end of

@@ -8,7 +8,7 @@
 //! claims the lease again.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
@@ -46,13 +46,12 @@ pub struct Holder {
     pub host: String,
     /// The process there.
     pub pid: u32,
-    /// Its clock when it last wrote the lease, in milliseconds since 1970.
+    /// When it took the lease, by its clock, in milliseconds since 1970.
     pub since_ms: i64,
 }
 
 impl Holder {
-    fn this_process() -> Self {
-        let since_ms = Utc::now().timestamp_millis();
+    fn this_process(since_ms: i64) -> Self {
         Self { host: host().to_owned(), pid: std::process::id(), since_ms }
     }
 }
@@ -103,6 +102,8 @@ pub(crate) struct Lease {
     me: Uuid,
     /// When the lease was last renewed, if it is held.
     held: Mutex<Option<Stamp>>,
+    /// When the lease was taken or is being claimed, in milliseconds since 1970.
+    since_ms: AtomicI64,
     renewing: AtomicBool,
 }
 
@@ -123,8 +124,9 @@ impl Seen {
 
 impl Lease {
     pub(crate) fn new(io: Io, layout: Layout, place: &str, me: Uuid) -> Arc<Self> {
-        let (held, renewing) = (Mutex::default(), AtomicBool::new(false));
-        Arc::new(Self { io, layout, place: place.to_owned(), me, held, renewing })
+        let (held, since_ms) = (Mutex::default(), AtomicI64::new(0));
+        let (place, renewing) = (place.to_owned(), AtomicBool::new(false));
+        Arc::new(Self { io, layout, place, me, held, since_ms, renewing })
     }
 
     /// Takes the lease, unless it is held. Returns whether it was taken just now. Waits for a holder
@@ -201,6 +203,7 @@ impl Lease {
         let mut first: Option<(Path, DateTime<Utc>)> = None;
         loop {
             let stamp = Stamp::now();
+            self.since_ms.store(Utc::now().timestamp_millis(), Ordering::SeqCst);
             self.io.put(claim, self.body()?).await?;
             let mut seen = self.look(claim).await?;
             if seen.is_free() && !seen.dead.is_empty() {
@@ -309,7 +312,7 @@ impl Lease {
             return Ok(seen);
         }
         Err(Error::Refused(format!(
-            "{}: listings do not show what was just written: two writers could not see each other there",
+            "{}: listings do not show recent writes: two writers could not see each other there",
             self.place
         )))
     }
@@ -319,7 +322,7 @@ impl Lease {
     }
 
     fn body(&self) -> Result<Bytes> {
-        let json = serde_json::to_vec(&Holder::this_process());
+        let json = serde_json::to_vec(&Holder::this_process(self.since_ms.load(Ordering::SeqCst)));
         json.map(Bytes::from).map_err(|e| Error::Argument(e.to_string()))
     }
 

@@ -84,7 +84,7 @@ impl Manifest {
 
     pub(crate) fn parse(key: &str, id: CheckpointId, bytes: &Bytes) -> Result<Self> {
         let bad = |what: &str| Error::corrupt(key, what);
-        let after = bytes.strip_prefix(&MAGIC).ok_or_else(|| bad("it is no manifest"))?;
+        let after = bytes.strip_prefix(&MAGIC).ok_or_else(|| bad("it is not a manifest"))?;
         let (len, after) = after.split_first_chunk().ok_or_else(|| bad("it ends too early"))?;
         let len = usize::try_from(u32::from_le_bytes(*len)).map_err(|e| bad(&e.to_string()))?;
         let (table, blob) = after.split_at_checked(len).ok_or_else(|| bad("it ends too early"))?;
@@ -96,13 +96,13 @@ impl Manifest {
             return Err(bad("its length is not what its table says"));
         }
         if table.objects.iter().any(|o| o.len > MAX_OBJECT as u64) {
-            return Err(bad("an object is larger than any may be"));
+            return Err(bad("an object exceeds the size limit"));
         }
         if let Some(what) = table.parts.problem() {
             return Err(bad(&what));
         }
         if !table.parts.add_up_to(table.objects.len() as u64) {
-            return Err(bad("its ranks have other objects than it lists"));
+            return Err(bad("the objects of its ranks do not add up to those listed"));
         }
         let (objects, parts) = (table.objects.into_owned(), table.parts);
         Ok(Self { objects, parts, blob: bytes.slice_ref(blob) })

@@ -254,7 +254,7 @@ impl<'a> Probe<'a> {
             let place = self.folder.to_string();
             return Err(Error::ProbeDisturbed { place, limit: retry.deadline, last: what });
         }
-        tracing::debug!(what, "a trial of the probe was disturbed: once more");
+        tracing::debug!(what, "a trial of the probe was inconclusive: trying again");
         tokio::time::sleep(pause).await;
         Ok(())
     }
@@ -268,7 +268,7 @@ impl<'a> Probe<'a> {
         match first {
             Answer::Accepted => {}
             Answer::Refused => {
-                return Ok(Outcome::Disturbed("a new object was said to be there already".into()));
+                return Ok(Outcome::Disturbed("a new object was reported as existing".into()));
             }
             Answer::Unsupported(what) => return Ok(Outcome::Bad(what)),
             Answer::Disturbed(what) => return Ok(Outcome::Disturbed(what)),
@@ -296,7 +296,7 @@ impl<'a> Probe<'a> {
     async fn denied(&self, key: &Path, error: StoreError) -> Result<Outcome> {
         match timeout_at(self.end, self.store.put(key, "plain".into())).await {
             Ok(Ok(_)) => {
-                Ok(Outcome::Bad(format!("conditional writes are turned away: {}", said(&error))))
+                Ok(Outcome::Bad(format!("conditional writes are rejected: {}", said(&error))))
             }
             Ok(Err(e)) if is_permanent(&e) => Err(Error::storage("write", key, error)),
             Ok(Err(e)) => Ok(Outcome::Disturbed(said(&e))),
@@ -348,10 +348,10 @@ async fn run_race(store: &Arc<dyn ObjectStore>, key: &Path, race: Race, end: Ins
             disturbed.map_or(Outcome::Good, Outcome::Disturbed)
         }
         ([_], Ok(Some(found))) if (0..race.racers).any(|racer| found == body(racer, race.len)) => {
-            Outcome::Bad("one create was accepted, another's bytes stayed".into())
+            Outcome::Bad("one create was accepted, but another's bytes were stored".into())
         }
         ([_], Ok(Some(_))) => Outcome::Disturbed(DAMAGED.into()),
-        ([_], Ok(None)) => Outcome::Bad("a create was accepted, and nothing is there".into()),
+        ([_], Ok(None)) => Outcome::Bad("a create was accepted, but nothing was stored".into()),
         ([_], Err(what)) => Outcome::Disturbed(what),
     }
 }

@@ -150,7 +150,7 @@ impl Inner {
         }
         match self.store_time().await {
             Err(e) if is_full(&e) => {
-                tracing::warn!(error = %e, "cannot ask for the time: taking that of the newest object");
+                tracing::warn!(error = %e, "cannot get the time: using that of the newest object");
                 Ok(seen)
             }
             other => other,

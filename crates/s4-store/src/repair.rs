@@ -143,7 +143,7 @@ impl Inner {
         plan.pins(self, survey, ours, now)?;
         for n in &removed {
             let good = survey.slots.read.get(n);
-            let why = "it is far after the end of the log".to_owned();
+            let why = "it lies far beyond the end of the log".to_owned();
             plan.lose(*n, good.and_then(published), why);
         }
         plan.missed(survey);
@@ -243,7 +243,7 @@ impl Plan {
         match was {
             None if is_fence => {
                 report.fenced.push(n);
-                self.lose(n, None, "nobody knows what it said".into());
+                self.lose(n, None, "its content is unknown".into());
             }
             None => report.reconstructed.push(n),
             Some(was) if is_fence && !matches!(was.op, Op::Fence { .. }) => report.fenced.push(n),
@@ -289,7 +289,7 @@ impl Plan {
         let told: BTreeSet<_> = self.report.losses.iter().filter_map(|l| l.checkpoint).collect();
         for c in survey.state.list() {
             if self.state.get(c.id()).is_none() && !told.contains(&c.id()) {
-                let why = "the entries that listed it cannot be made up".into();
+                let why = "the entries that listed it cannot be reconstructed".into();
                 self.lose(c.entry, Some((c.id(), c.step())), why);
             }
         }

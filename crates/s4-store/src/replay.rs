@@ -8,7 +8,7 @@ use futures::{StreamExt, TryStreamExt};
 use s4_format::Digest;
 use tokio::time::Instant;
 
-use crate::commit::Own;
+use crate::commit::OwnCommits;
 use crate::entry::Entry;
 use crate::error::{Error, LogDamage, Result};
 use crate::log::Seen;
@@ -31,7 +31,7 @@ pub(crate) struct Known {
     /// What is wrong with the log: only where the store was opened read-only.
     pub(crate) damage: Vec<LogDamage>,
     /// What this process did recently.
-    pub(crate) own: Own,
+    pub(crate) own: OwnCommits,
     /// When a damaged log was read.
     read_at: Option<Instant>,
 }
@@ -65,7 +65,7 @@ impl Inner {
             }
             Ok(state) => {
                 if first.is_some() {
-                    tracing::warn!(store = %self.name, "the stored view does not fit the log");
+                    tracing::warn!(store = %self.name, "the stored view does not match the log");
                 }
                 return Ok(Known::new(state, 0));
             }

@@ -66,7 +66,7 @@ impl Repo {
 
     pub(crate) fn parse(key: &str, bytes: &[u8]) -> Result<Self> {
         let body = seal::unseal(bytes).ok_or_else(|| {
-            Error::corrupt(key, "its seal does not match: it is damaged, or no store of ours")
+            Error::corrupt(key, "its seal does not match: it is damaged, or not ours")
         })?;
         let value: Value = serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))?;
         match value.get("min_reader").and_then(Value::as_u64) {

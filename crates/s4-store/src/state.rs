@@ -143,11 +143,11 @@ impl State {
         let live: BTreeMap<_, _> = listed.into_iter().map(|c| (c.id(), c)).collect();
         let dead: BTreeMap<_, _> = ended.into_iter().collect();
         if live.len() != ids || dead.len() != ends || live.keys().any(|id| dead.contains_key(id)) {
-            return Err("a checkpoint is there twice");
+            return Err("a checkpoint appears twice");
         }
         let entries = live.values().flat_map(|c| [c.entry, c.order]);
         if entries.chain(dead.values().map(|d| d.entry)).any(|entry| entry > head) {
-            return Err("it knows later entries than it says");
+            return Err("it refers to later entries than its last one");
         }
         let lineage = Lineage::of(&live, &dead)?;
         let state = Self { head, head_hash, live, dead, void: Vec::new(), lineage };

@@ -506,13 +506,13 @@ impl Inner {
     pub(crate) async fn check_repo(&self) -> Result<()> {
         let gone = |what: &str| Error::Gone { place: self.name.clone(), what: what.to_owned() };
         match read_repo(&self.io, &self.layout).await {
-            Ok(repo) if repo.id != self.repo.id => Err(gone("another store is there now")),
+            Ok(repo) if repo.id != self.repo.id => Err(gone("it now holds another store")),
             Ok(repo) if repo.mode != self.repo.mode => Err(Error::Refused(format!(
-                "{}: how many may write was changed: open the store again",
+                "{}: the number of writers allowed was changed: open the store again",
                 self.name
             ))),
             Ok(_) => Ok(()),
-            Err(e) if e.is_missing() => Err(gone("its `repo.json` is not there any more")),
+            Err(e) if e.is_missing() => Err(gone("its `repo.json` is gone")),
             Err(e) => Err(e),
         }
     }
@@ -575,8 +575,8 @@ fn check_file_system(there: &Connected, options: &StoreOptions) -> Result<()> {
     match folder.trust() {
         Trust::Full => {}
         Trust::Doubtful(kind) => tracing::warn!(
-            "{path} is on {kind}: what one machine wrote may reach others late, and a power cut may \
-             undo what was acknowledged"
+            "{path} is on {kind}: others may see a machine's writes late, and a power cut may \
+             undo acknowledged ones"
         ),
         Trust::None(kind) if options.allow_network_fs => {
             tracing::warn!("{path} is on {kind}, whose guarantees are too weak for a store");
@@ -584,7 +584,7 @@ fn check_file_system(there: &Connected, options: &StoreOptions) -> Result<()> {
         Trust::None(kind) => {
             return Err(Error::Refused(format!(
                 "{path} is on {kind}, whose guarantees are too weak for a checkpoint store; \
-                 `allow_network_fs` uses it all the same"
+                 set `allow_network_fs` to use it anyway"
             )));
         }
     }

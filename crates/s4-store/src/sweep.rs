@@ -151,8 +151,8 @@ impl Store {
         let inner = &self.inner;
         if options.grace < SHORTEST_GRACE && !options.exclusive {
             return Err(Error::Argument(format!(
-                "a grace of {:?} is shorter than {SHORTEST_GRACE:?}: readers and writers that are at \
-                 work could be hurt; `exclusive` says that there are none",
+                "a grace of {:?} is shorter than {SHORTEST_GRACE:?}: it could break active readers \
+                 and writers; `exclusive` says that there are none",
                 options.grace
             )));
         }

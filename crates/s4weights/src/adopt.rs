@@ -132,7 +132,7 @@ impl Writer {
     fn adopt_parent(&mut self, parent: Option<manifest::Parent>) -> Result<()> {
         match (self.adopted.parent, parent) {
             (Some(one), Some(other)) if one != other => Err(Error::Argument(format!(
-                "parts of one checkpoint are deltas of two: {} and {}",
+                "the parts of a checkpoint are deltas of different checkpoints: {} and {}",
                 one.manifest, other.manifest
             ))),
             (known, new) => {

@@ -146,11 +146,11 @@ impl Reader {
             let moment = self.tensors[..self.named()].get(number as usize);
             let fits = moment.is_some_and(|m| {
                 let plan = &self.manifest.plans[usize::from(m.plan)];
-                let alone = plan.own_inputs().next().is_none();
-                alone && m.dtype == dtype && m.values().is_ok_and(|n| n == values)
+                let self_contained = plan.own_inputs().next().is_none();
+                self_contained && m.dtype == dtype && m.values().is_ok_and(|n| n == values)
             });
             if !fits {
-                let what = format!("tensor {number} is no moment of it, of dtype {dtype}");
+                let what = format!("tensor {number} is not a moment of it with dtype {dtype}");
                 let e = s4_format::Error::corrupt(what).in_tensor(self.label(tensor));
                 return Err(e).at(&self.name);
             }
@@ -178,7 +178,7 @@ impl Reader {
         if may_be && input.is_some_and(fits) {
             return Ok(Some(number as usize));
         }
-        let what = format!("it is no copy of tensor {number}");
+        let what = format!("it is not a copy of tensor {number}");
         let e = s4_format::Error::corrupt(what).in_tensor(self.label(tensor));
         Err(e).at(&self.name)
     }

@@ -17,7 +17,7 @@ use crate::parallel::pool;
 /// of it, so that no two of them share a page of the file.
 const PIECE: usize = 16 << 20;
 /// The most pieces that are hashed and written at once.
-const TOGETHER: usize = 4;
+const MAX_TOGETHER: usize = 4;
 /// Most pieces with copied bytes in flight, besides the one that is being filled.
 const IN_FLIGHT: usize = 2;
 /// With more threads, memory bandwidth is the limit.
@@ -104,7 +104,7 @@ impl Behind {
                 // Takes all pieces that have arrived, so that the threads wait for each other only
                 // once.
                 let mut together = vec![piece];
-                together.extend(full_pieces.try_iter().take(TOGETHER - 1));
+                together.extend(full_pieces.try_iter().take(MAX_TOGETHER - 1));
                 back.put(&together, helpers.as_ref())?;
                 let written: Vec<_> = together.iter().map(InFlight::of).collect();
                 // Frees their memory before reporting them as written.

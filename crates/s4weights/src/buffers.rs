@@ -17,13 +17,13 @@ use crate::parallel::lock;
 const LARGE: usize = 1 << 20;
 
 /// Fewer bytes are copied sooner than threads start.
-const MUCH: usize = 1 << 20;
+const PARALLEL_COPY: usize = 1 << 20;
 
 /// Appends parts to a buffer, with the threads of a pool: a single one copies more slowly than a
 /// device sends.
 pub(crate) fn append(to: &mut Vec<u8>, parts: &[&[u8]], pool: Option<&ThreadPool>) {
     let bytes = parts.iter().map(|p| p.len()).sum();
-    let Some(pool) = pool.filter(|_| bytes >= MUCH) else {
+    let Some(pool) = pool.filter(|_| bytes >= PARALLEL_COPY) else {
         parts.iter().for_each(|p| to.extend_from_slice(p));
         return;
     };
@@ -232,7 +232,7 @@ pub(crate) fn expect_writes<'a>(_: impl Iterator<Item = &'a mut [u8]>) {}
 mod tests {
     use bytes::Bytes;
 
-    use super::{LARGE, LargeBuffers, MUCH, append, expect_writes, lock};
+    use super::{LARGE, LargeBuffers, PARALLEL_COPY, append, expect_writes, lock};
     use crate::parallel::pool;
 
     fn idle(buffers: &LargeBuffers) -> (usize, usize) {
@@ -257,9 +257,9 @@ mod tests {
 
     #[test]
     fn parts_are_appended_in_order_by_any_number_of_threads() {
-        let whole: Vec<u8> = (0..3 * MUCH + 77).map(|i| (i % 251) as u8).collect();
+        let whole: Vec<u8> = (0..3 * PARALLEL_COPY + 77).map(|i| (i % 251) as u8).collect();
         let (first, rest) = whole.split_at(1000);
-        let (middle, last) = rest.split_at(MUCH - 1);
+        let (middle, last) = rest.split_at(PARALLEL_COPY - 1);
         for threads in [1, 3] {
             let pool = pool(threads).unwrap();
             for parts in [&[][..], &[first], &[first, &[], middle, last]] {

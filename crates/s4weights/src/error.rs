@@ -109,7 +109,7 @@ impl Error {
 #[derive(Debug, thiserror::Error)]
 pub enum ParentProblem {
     /// Its values are needed, and the caller did not supply it.
-    #[error("its values are needed, and it is not at hand")]
+    #[error("its values are needed, but it is not available")]
     Missing,
     /// It was looked for and could not be opened.
     #[error("it cannot be opened: {0}")]
@@ -137,7 +137,7 @@ pub enum ParentProblem {
     #[error("it has no tensor {0}")]
     NoTensor(u32),
     /// The tensor is of another type or shape there.
-    #[error("there the tensor is of {dtype} {shape:?}")]
+    #[error("it has the tensor as {dtype} {shape:?}")]
     OtherShape {
         /// Its type there.
         dtype: DType,

@@ -63,11 +63,11 @@ pub(crate) struct Job<'a> {
     parent: Vec<u8>,
     /// The values of other tensors of this checkpoint that it is predicted from, or that its
     /// contexts are derived from.
-    beside: Vec<Beside<'a>>,
+    own_inputs: Vec<OwnInputValues<'a>>,
 }
 
 /// The values of another tensor of the same checkpoint at the positions of a chunk's values.
-struct Beside<'a> {
+struct OwnInputValues<'a> {
     tensor: usize,
     /// The first byte within the tensor, and how many.
     first: u64,
@@ -77,7 +77,7 @@ struct Beside<'a> {
     read: Vec<u8>,
 }
 
-impl Beside<'_> {
+impl OwnInputValues<'_> {
     fn values(&self) -> &[u8] {
         self.given.unwrap_or(&self.read)
     }
@@ -195,10 +195,10 @@ impl Reader {
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
     ) -> Result<Vec<Job<'a>>> {
         let mut jobs = self.jobs(wants, blocks)?;
-        for beside in jobs.iter_mut().flat_map(|job| &mut job.beside) {
-            let first = beside.first as usize;
-            let values = given.get(&beside.tensor);
-            beside.given = values.and_then(|v| v.get(first..first + beside.bytes));
+        for own_inputs in jobs.iter_mut().flat_map(|job| &mut job.own_inputs) {
+            let first = own_inputs.first as usize;
+            let values = given.get(&own_inputs.tensor);
+            own_inputs.given = values.and_then(|v| v.get(first..first + own_inputs.bytes));
         }
         Ok(jobs)
     }
@@ -254,30 +254,30 @@ impl Reader {
         let plan = &self.manifest.plans[usize::from(self.tensors[host].plan)];
         // A plain chunk is its values, whatever the plan.
         let delta = plan.parent().is_some() && !record.plain;
-        let beside = match record.plain {
+        let own_inputs = match record.plain {
             true => vec![],
-            false => self.beside(host, &blocks[&host], chunk, bytes)?,
+            false => self.own_input_values(host, &blocks[&host], chunk, bytes)?,
         };
         let (pieces, parent, bytes) = (vec![], vec![], bytes as usize);
         let in_place = false;
-        Ok(Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, beside })
+        Ok(Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, own_inputs })
     }
 
     /// What a chunk of `bytes` bytes needs of other tensors of this checkpoint, not read yet.
-    fn beside(
+    fn own_input_values(
         &self,
         tensor: usize,
         block: &LoadedBlock,
         chunk: u64,
         bytes: u64,
-    ) -> Result<Vec<Beside<'static>>> {
+    ) -> Result<Vec<OwnInputValues<'static>>> {
         let spec = self.spec(tensor, block);
         let (first, values) = (chunk << spec.chunk_log2, bytes / spec.dtype.value_width() as u64);
         let of = |input: usize| {
             let width = self.tensors[input].dtype.value_width() as u64;
             // A chunk has at most 2^18 values.
             let (first, bytes) = (first * width, (values * width) as usize);
-            Beside { tensor: input, first, bytes, given: None, read: vec![] }
+            OwnInputValues { tensor: input, first, bytes, given: None, read: vec![] }
         };
         Ok(self.own_inputs(tensor, &block.side)?.into_iter().map(of).collect())
     }
@@ -315,8 +315,8 @@ impl Reader {
             |close, _, job| {
                 // Given values count too, though they need not be read: copies are hardly more than
                 // records, and this way the threads share the work.
-                let beside: u64 = job.beside.iter().map(|b| b.bytes as u64).sum();
-                let values = job.bytes as u64 * u64::from(job.delta) + beside;
+                let own_inputs: u64 = job.own_inputs.iter().map(|b| b.bytes as u64).sum();
+                let values = job.bytes as u64 * u64::from(job.delta) + own_inputs;
                 let joins = close && sum + values <= most;
                 sum = if joins { sum } else { 0 } + values;
                 joins
@@ -343,27 +343,27 @@ impl Reader {
             });
         };
         // Workers report to this thread what they have done; it reports to the caller, who may cancel.
-        let (tell, told) = channel::<Result<u64>>();
+        let (sender, receiver) = channel::<Result<u64>>();
         let stop = AtomicBool::new(false);
         pool.in_place_scope(|scope| {
             for span in spans {
-                let (tell, stop) = (tell.clone(), &stop);
+                let (sender, stop) = (sender.clone(), &stop);
                 scope.spawn(move |_| {
                     if stop.load(Ordering::Relaxed) {
                         return;
                     }
                     let done = self.run_span(span, blocks, &self.idle, &mut |bytes| {
-                        send(&tell, Ok(bytes));
+                        send(&sender, Ok(bytes));
                         if stop.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
                     });
                     if let Err(e) = done {
-                        send(&tell, Err(e));
+                        send(&sender, Err(e));
                     }
                 });
             }
-            drop(tell);
+            drop(sender);
             let mut outcome = Ok(());
-            for message in told {
+            for message in receiver {
                 let step = message.and_then(|bytes| meter.add(bytes));
                 // The first error is the one that counts; the others follow from it.
                 if let (Ok(()), Err(e)) = (&outcome, step) {
@@ -427,9 +427,9 @@ impl Reader {
         chunk: u64,
         bytes: u64,
     ) -> Result<Vec<Vec<u8>>> {
-        let beside = self.beside(tensor, block, chunk, bytes)?;
+        let own_inputs = self.own_input_values(tensor, block, chunk, bytes)?;
         let (mut out, mut silent) = (vec![], Meter { callback: None, done: 0, total: 0 });
-        for Beside { tensor, first, bytes, .. } in beside {
+        for OwnInputValues { tensor, first, bytes, .. } in own_inputs {
             let mut values = vec![0; bytes];
             let wants = vec![Want { tensor, first, to: &mut values }];
             let wants = self.fill_mixed(wants, &mut silent)?;
@@ -442,8 +442,10 @@ impl Reader {
     /// Reads the values of other tensors of this checkpoint that chunks need.
     fn fill_inputs(&self, span: &mut [Job<'_>], idle: &Mutex<Vec<Buffers>>) -> Result<()> {
         let mut wants = vec![];
-        let beside = span.iter_mut().flat_map(|job| &mut job.beside);
-        for Beside { tensor, first, bytes, read, .. } in beside.filter(|b| b.given.is_none()) {
+        let own_inputs = span.iter_mut().flat_map(|job| &mut job.own_inputs);
+        for OwnInputValues { tensor, first, bytes, read, .. } in
+            own_inputs.filter(|b| b.given.is_none())
+        {
             *read = vec![0; *bytes];
             wants.push(Want { tensor: *tensor, first: *first, to: read });
         }
@@ -494,8 +496,8 @@ impl Reader {
         let (whole, delta) = (job.is_whole(), job.delta);
         // The parent's values are already at the destination.
         let parent = delta.then_some(InputValues::Destination);
-        let beside = job.beside.iter().map(|b| InputValues::Slice(b.values()));
-        let inputs: Vec<_> = parent.into_iter().chain(beside).collect();
+        let own_inputs = job.own_inputs.iter().map(|b| InputValues::Slice(b.values()));
+        let inputs: Vec<_> = parent.into_iter().chain(own_inputs).collect();
         let mut pieces = job.pieces;
         let mut decode = |to: &mut [u8]| {
             let (chunk, record) = (job.chunk, &job.record);
@@ -546,7 +548,7 @@ impl Reader {
     }
 }
 
-fn send(tell: &Sender<Result<u64>>, message: Result<u64>) {
+fn send(sender: &Sender<Result<u64>>, message: Result<u64>) {
     // The receiver lives as long as the scope, so it cannot be gone.
-    let _ = tell.send(message);
+    let _ = sender.send(message);
 }

@@ -177,7 +177,7 @@ impl<'a> ParentInputs<'a> {
             };
             // Where contexts come from moments, the parent's reader decodes the values.
             let alike = |l: &Vec<Level<'_>>| {
-                l[0].spec().chunk_log2 == chunk_log2 && !l.iter().any(Level::is_told)
+                l[0].spec().chunk_log2 == chunk_log2 && !l.iter().any(Level::has_moment_contexts)
             };
             Ok(Some(match levels.filter(alike) {
                 Some(levels) => Place::Frames(levels),

@@ -49,7 +49,7 @@ struct Large<'a> {
 struct Stored {
     records: Vec<ChunkRecord>,
     /// Whether contexts may be derived from it: decoding it needs no other tensors.
-    alone: bool,
+    self_contained: bool,
 }
 
 impl Large<'_> {
@@ -219,7 +219,7 @@ impl Writer {
         fetched: Option<&'a [Vec<u8>; 2]>,
     ) -> Option<[Moment<'a>; 2]> {
         let moment = |k: usize, number: usize| {
-            let Stored { records, .. } = large.stored.get(&number).filter(|s| s.alone)?;
+            let Stored { records, .. } = large.stored.get(&number).filter(|s| s.self_contained)?;
             let TensorValues { dtype, values, .. } = large.tensors[number];
             let values = fetched.map_or(values, |f| Values::Host(&f[k]));
             // A tensor table has at most 2^22 records.
@@ -255,8 +255,8 @@ impl Writer {
         let mut needed = vec![false; large.tensors.len()];
         inputs.for_each(|&i| needed[i] = true);
         for (&i, coded) in numbers.iter().zip(&coded).filter(|(i, _)| needed[**i]) {
-            let alone = !self.needs_others(&coded.plan.plan);
-            large.stored.insert(i, Stored { records: coded.records.clone(), alone });
+            let self_contained = !self.needs_others(&coded.plan.plan);
+            large.stored.insert(i, Stored { records: coded.records.clone(), self_contained });
         }
         let numbers = numbers.iter().map(|&i| large.registered[i].number);
         self.close_tensors(numbers.zip(coded).collect())

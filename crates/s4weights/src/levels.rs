@@ -27,7 +27,7 @@ impl Level<'_> {
     }
 
     /// Whether chunks have contexts from moments of the same checkpoint.
-    pub(crate) fn is_told(&self) -> bool {
+    pub(crate) fn has_moment_contexts(&self) -> bool {
         self.spec().plan.moments().is_some() && self.block.records.iter().any(|r| !r.plain)
     }
 }
@@ -49,8 +49,8 @@ impl<'a> Levels<'a> {
         loop {
             let t = &reader.tensors[tensor];
             // A tensor with an own input is a copy. Moments are not part of the chain.
-            let alone = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
-            let chunks = alone && matches!(t.kind, TensorKind::Chunks { .. });
+            let self_contained = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
+            let chunks = self_contained && matches!(t.kind, TensorKind::Chunks { .. });
             let Some(block) = reader.block(tensor)?.filter(|_| chunks) else {
                 out.packed = Some((reader, tensor));
                 return Ok(out);

@@ -373,10 +373,10 @@ impl Objects {
             let (open, blake3) = open.hashed(&buffers, false);
             return self.hand_on(open, blake3);
         };
-        let (tell, told) = sync_channel(1);
+        let (sender, receiver) = sync_channel(1);
         // The receiver may be gone: the writer may have failed meanwhile.
-        pool.spawn(move || drop(tell.send(open.hashed(&buffers, true))));
-        self.hashing.push_back(told);
+        pool.spawn(move || drop(sender.send(open.hashed(&buffers, true))));
+        self.hashing.push_back(receiver);
         self.hand_on_hashed(self.memory.ahead)
     }
 

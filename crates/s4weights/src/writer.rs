@@ -172,7 +172,7 @@ impl Writer {
     /// `Argument` if a tensor was written already.
     pub fn declare(&mut self, roles: Roles) -> Result<()> {
         if !self.tensors.is_empty() {
-            return Err(Error::Argument("roles are declared before the first tensor".into()));
+            return Err(Error::Argument("roles must be declared before the first tensor".into()));
         }
         self.roles = Some(Arc::new(RoleTable::new(roles)));
         Ok(())
@@ -373,7 +373,7 @@ impl Writer {
         let tensors = self.tensors.len() as u64;
         let mut objects = self.out.end_chunks()?;
         if !self.adopted.objects.is_empty() && !objects.is_empty() {
-            let what = "a writer that takes over tensors writes none of its own, and no file";
+            let what = "a writer that takes over tensors can write neither its own nor a file";
             return Err(Error::Argument(what.into()));
         }
         let adopted_bytes = self.adopted.bytes();

@@ -97,7 +97,7 @@ fn plan(reader: &Reader, name: &str) -> String {
     tensors.into_iter().find(|t| t.name == name).unwrap().plan
 }
 
-fn is_told(reader: &Reader) -> bool {
+fn has_update_contexts(reader: &Reader) -> bool {
     plan(reader, "w").starts_with("parent descent bytes")
 }
 
@@ -142,13 +142,13 @@ fn a_step_is_told_by_moments_of_any_dtypes_that_are_worth_reading() {
         let base = open(save(&before, all_roles(), options(None)), None);
         let file = save(&after, all_roles(), options(Some(&base)));
         let reader = open(file.clone(), Some(&base));
-        assert_eq!(is_told(&reader), told, "{dtypes:?}: {}", plan(&reader, "w"));
+        assert_eq!(has_update_contexts(&reader), told, "{dtypes:?}: {}", plan(&reader, "w"));
         check(&reader, &after);
-        let untold = save(&after, Roles::default(), options(Some(&base)));
-        assert!(!is_told(&open(untold.clone(), Some(&base))));
+        let without_moments = save(&after, Roles::default(), options(Some(&base)));
+        assert!(!has_update_contexts(&open(without_moments.clone(), Some(&base))));
         if told {
             let weight = after[0].data.len() / 20;
-            assert!(file.len() + weight < untold.len(), "{dtypes:?}");
+            assert!(file.len() + weight < without_moments.len(), "{dtypes:?}");
         }
         for threads in [1, 3] {
             for simd in Simd::available() {
@@ -171,7 +171,7 @@ fn a_chain_is_read_from_its_base_and_applied_step_by_step() {
     for state in &states[1..] {
         let parent = chain.last().cloned();
         let reader = open(save(state, all_roles(), options(parent.as_ref())), parent.as_ref());
-        assert!(is_told(&reader), "{}", plan(&reader, "w"));
+        assert!(has_update_contexts(&reader), "{}", plan(&reader, "w"));
         check(&reader, state);
         chain.push(reader);
     }
@@ -202,7 +202,12 @@ fn chains_as_long_as_readers_allow_are_not_told_beyond() {
         state[0] = self::state(dtypes, u64::from((depth + 1) % 2)).remove(0);
         let options = WriteOptions { max_chain: Some(64), ..options(Some(&parent)) };
         let reader = open(save(&state, all_roles(), options), Some(&parent));
-        assert_eq!(is_told(&reader), depth <= MAX_UPDATES, "{depth}: {}", plan(&reader, "w"));
+        assert_eq!(
+            has_update_contexts(&reader),
+            depth <= MAX_UPDATES,
+            "{depth}: {}",
+            plan(&reader, "w")
+        );
         if depth >= MAX_UPDATES {
             assert!(reader.read("w").unwrap() == state[0].data);
         }
@@ -250,13 +255,13 @@ fn moments_of_other_sizes_or_stored_elsewhere_tell_nothing() {
     writer.finish(Contents::default()).unwrap();
     let file = std::mem::take(&mut *memory.0.lock().unwrap());
     let reader = open(file, Some(&base));
-    assert!(!is_told(&reader));
+    assert!(!has_update_contexts(&reader));
     check(&reader, &after);
     // A moment with one row less.
     after[2].data.truncate((4 * (ROWS - 1) * COLS) as usize);
     after[2].shape[0] -= 1;
     let reader = open(save(&after, all_roles(), options(Some(&base))), Some(&base));
-    assert!(!is_told(&reader));
+    assert!(!has_update_contexts(&reader));
     check(&reader, &after);
 }
 
@@ -274,7 +279,7 @@ fn rounded_copies_of_weights_that_moments_tell_are_read_in_their_order() {
     let first = open(save(&states[1], roles(), options(Some(&base))), Some(&base));
     let second = open(save(&states[2], roles(), options(Some(&first))), Some(&first));
     for (reader, state) in [(&first, &states[1]), (&second, &states[2])] {
-        assert!(is_told(reader) && plan(reader, "model.w").starts_with("cast"));
+        assert!(has_update_contexts(reader) && plan(reader, "model.w").starts_with("cast"));
         check(reader, state);
     }
     let mut values = states[0].clone();
@@ -357,7 +362,7 @@ fn moments_that_are_none_are_refused() {
     let base = open(save(&two(0), roles.clone(), options(None)), None);
     let file = save(&two(1), roles.clone(), options(Some(&base)));
     let reader = open(file.clone(), Some(&base));
-    assert!(is_told(&reader) && plan(&reader, "w2").starts_with("parent descent"));
+    assert!(has_update_contexts(&reader) && plan(&reader, "w2").starts_with("parent descent"));
     let inputs = |a: u32, b: u32| format!(r#"{{"tensor":{a}}},{{"tensor":{b}}}"#);
     let with = |a, b| with_manifest(&file, |m| m.replace(&inputs(1, 2), &inputs(a, b)));
     let refused = |file| refusal(file, &base);
@@ -370,7 +375,10 @@ fn moments_that_are_none_are_refused() {
     for (a, b) in [(2, 1), (2, 2), (1, 6), (1, 3)] {
         let e = refused(with(a, b));
         let text = e.to_string();
-        assert!(matches!(e, FormatError::Corrupt { .. }) && text.contains("no moment"), "{text}");
+        assert!(
+            matches!(e, FormatError::Corrupt { .. }) && text.contains("not a moment"),
+            "{text}"
+        );
     }
     // The other weight's moments would fit but decode to something else: a checksum notices.
     let mut other = two(1);
@@ -389,7 +397,9 @@ fn moments_whose_ancestors_need_other_tensors_are_refused() {
     let first = save(&state(dtypes, 1), all_roles(), options(Some(&base)));
     let first = open(first, Some(&base));
     let second = save(&state(dtypes, 2), all_roles(), options(Some(&first)));
-    assert!(is_told(&first) && is_told(&open(second.clone(), Some(&first))));
+    assert!(
+        has_update_contexts(&first) && has_update_contexts(&open(second.clone(), Some(&first)))
+    );
     // The second moment as a delta of the parent's weight, which is coded with moments itself.
     let above = |number: u32| format!(r#"[{{"manifest":"{}","tensor":{number}}}]"#, first.digest());
     let branching = with_manifest(&second, |m| m.replace(&above(2), &above(0)));

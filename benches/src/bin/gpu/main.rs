@@ -23,7 +23,7 @@ use report::Group;
 const MIB: u64 = 1 << 20;
 
 /// nvCOMP is measured at one size: the largest that is not above this, in MiB.
-const MOST_OF_PEERS: u64 = 1024;
+const MAX_PEER_MIB: u64 = 1024;
 
 /// Budgets of scratch memory, in MiB, with which preset `nvcomp` is measured.
 const SCRATCH: [u64; 3] = [256, 512, 1024];
@@ -107,7 +107,7 @@ fn main() -> Outcome<()> {
     let lab = Lab::new()?;
     let mut groups: Vec<Group> = vec![];
     for tile in &tiles {
-        let of_peers = args.mib.iter().copied().filter(|m| *m <= MOST_OF_PEERS).max();
+        let of_peers = args.mib.iter().copied().filter(|m| *m <= MAX_PEER_MIB).max();
         let wants = |part| args.only.as_deref().is_none_or(|only| only == part);
         if let Some(mib) = of_peers.filter(|_| theirs::missing().is_none() && wants("preset")) {
             groups.push(preset::measure(&lab, tile, mib * MIB, &SCRATCH)?);

@@ -85,24 +85,24 @@ fn test_device(
     let engine = CudaEngine::new(cuda.clone(), options);
     let both = Both { engine, cpu: CpuEngine::new(simd), ordinal: device.ordinal };
     if matches!(fault, Some(Fault::LibraryFrame | Fault::LibraryValues)) {
-        return library::hold(&both.engine, device, simd, fault);
+        return library::compare(&both.engine, device, simd, fault);
     }
     let mut count = 0;
     for preset in PRESETS {
         for &dtype in DType::ALL {
             let cases = cases(dtype, preset);
-            both.hold(preset, &cases, fault)?;
+            both.compare(preset, &cases, fault)?;
             count += cases.len();
         }
     }
     let chunks = both.engine.chunks();
     if chunks.refused > 0 || chunks.device == 0 {
         return Err(Failure::Test(format!(
-            "{}: the device did not do its part: {chunks:?}",
+            "{}: the device refused chunks, or got none: {chunks:?}",
             device.name
         )));
     }
-    let library = library::hold(&both.engine, device, simd, None)?;
+    let library = library::compare(&both.engine, device, simd, None)?;
     Ok(format!(
         "selftest passed on {} (device {}): {count} tensors of {} dtypes, encoded and decoded on both \
          sides; {} chunks by the device, {} by the processor for codecs that devices lack\n{library}",
@@ -141,7 +141,7 @@ struct Both {
 impl Both {
     /// Sends tensors through both. The device gets all of a call at once, so that chunks of many
     /// tensors share its launches.
-    fn hold(&self, preset: Preset, cases: &[Case], fault: Option<Fault>) -> Result<()> {
+    fn compare(&self, preset: Preset, cases: &[Case], fault: Option<Fault>) -> Result<()> {
         let views: Vec<_> = cases.iter().map(Case::view).collect();
         let failed = |e: &dyn std::fmt::Display| {
             let first = cases.first().map_or("", |c| c.name.as_str());

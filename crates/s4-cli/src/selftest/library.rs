@@ -13,7 +13,7 @@ pub(super) fn is_here() -> bool {
 }
 
 /// Compares a device's route with the host's; without nvCOMP it says that nothing was tested.
-pub(super) fn hold(
+pub(super) fn compare(
     engine: &CudaEngine,
     device: &DeviceInfo,
     simd: Simd,
@@ -34,13 +34,13 @@ pub(super) fn hold(
     let mut count = 0;
     for &dtype in DType::ALL {
         let cases = cases(dtype, Preset::Nvcomp);
-        both.hold(&cases, fault)?;
+        both.compare(&cases, fault)?;
         count += cases.len();
     }
     let after = engine.chunks();
     if (after.host, after.refused) != (before.host, before.refused) {
         return Err(Failure::Test(format!(
-            "{}: not all was done by nvCOMP: {after:?}",
+            "{}: nvCOMP did not handle every chunk: {after:?}",
             device.name
         )));
     }
@@ -56,7 +56,7 @@ struct Both<'a> {
 }
 
 impl Both<'_> {
-    fn hold(&self, cases: &[Case], fault: Option<Fault>) -> Result<()> {
+    fn compare(&self, cases: &[Case], fault: Option<Fault>) -> Result<()> {
         let views: Vec<_> = cases.iter().map(Case::view).collect();
         let failed = |e: &dyn std::fmt::Display| {
             let first = cases.first().map_or("", |c| c.name.as_str());

@@ -19,7 +19,7 @@ pub(crate) struct StoreArgs {
     // A text, not a parsed pair: the parser's own message would repeat what may be a secret.
     #[arg(short = 'o', long = "option", value_name = "KEY=VALUE")]
     options: Vec<String>,
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
@@ -37,7 +37,7 @@ impl StoreArgs {
             let (key, value) = option.split_once('=').unwrap_or_default();
             if key.is_empty() {
                 return Err(Failure::Usage(format!(
-                    "option {} of the object store has not the form KEY=VALUE",
+                    "option {} of the object store does not have the form KEY=VALUE",
                     i + 1
                 )));
             }
@@ -75,8 +75,8 @@ impl StoreArgs {
             // If standard error is closed, there is nobody to warn.
             let _ = writeln!(
                 std::io::stderr(),
-                "s4w: warning: {}: the log is damaged: {damage}; this is what can be proved. `s4w store \
-                 repair` says what mending it loses",
+                "s4w: warning: {}: the log is damaged: {damage}; showing what can be proved. `s4w store \
+                 repair` says what a repair would lose",
                 store.name()
             );
         }

@@ -77,11 +77,11 @@ fn collected(store: &str, dry_run: bool, report: &SweepReport) -> String {
     };
     let mut lines: Vec<String> = report.deleted.iter().map(|s| line(delete, s)).collect();
     lines.extend(report.aborted.iter().map(|s| line(give_up, s)));
-    lines.extend(report.waiting.iter().map(|s| line("keeps for now", s)));
-    lines.extend(report.foreign.iter().map(|key| format!("none of ours: {}", name(key))));
+    lines.extend(report.waiting.iter().map(|s| line("kept for now", s)));
+    lines.extend(report.foreign.iter().map(|key| format!("not part of this store: {}", name(key))));
     let waiting: u64 = report.waiting.iter().map(|s| s.bytes).sum();
     lines.push(format!(
-        "{store}: {delete} {} ({}); {} ({}) wait for their grace to end",
+        "{store}: {delete} {} ({}); {} ({}) still in their grace period",
         text::count(report.deleted.len(), "thing"),
         text::bytes(report.deleted_bytes()),
         report.waiting.len(),

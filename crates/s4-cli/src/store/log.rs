@@ -33,7 +33,7 @@ fn operation(op: &Op) -> (&'static str, String) {
         Op::Publish(p) => {
             let kind = match (&p.parent, &p.replaces) {
                 (Some(parent), _) => format!("delta of {}", parent.id),
-                (None, Some(old)) => format!("base in the place of {}", old.id),
+                (None, Some(old)) => format!("base in place of {}", old.id),
                 (None, None) => "base".into(),
             };
             let size = text::bytes(p.data_len.saturating_add(p.manifest_len));

@@ -33,12 +33,12 @@ use crate::{Common, Overwrite};
 /// The verbs.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Create a store, after trying what the place can do
+    /// Create a store, after testing the place
     Init {
         #[command(flatten)]
         args: StoreArgs,
-        /// How many processes may write: `many` at once, which a place that is not safe for that
-        /// refuses; or a `single` one at a time, guarded by a lease
+        /// How many processes may write: `many` at once, which fails if that is not safe at this place;
+        /// or a `single` one at a time, guarded by a lease
         #[arg(long, default_value = "many", value_name = "many|single")]
         writers: Writers,
         /// Use a network file system that is known to be unsafe
@@ -53,13 +53,13 @@ pub(crate) enum Verb {
         #[arg(long, short = 'n', value_name = "N")]
         last: Option<usize>,
     },
-    /// Tell about the store, or about one checkpoint and its tensors
+    /// Describe the store, or one checkpoint and its tensors
     Show {
         #[command(flatten)]
         args: StoreArgs,
         #[arg(value_name = "CHECKPOINT", help = select::WHICH)]
         which: Option<String>,
-        /// Also the planes of each tensor, with bits for each value
+        /// Also show the planes of each tensor, with bits per value
         #[arg(long, requires = "which")]
         bits: bool,
     },
@@ -71,7 +71,7 @@ pub(crate) enum Verb {
         which: String,
         /// File or URL to write; by default `step-<STEP>.s4w`
         output: Option<String>,
-        /// How much is tried to make a .s4w file smaller: fast, balanced or small
+        /// How hard to compress a .s4w file: fast, balanced or small
         #[arg(long, default_value = "balanced")]
         preset: Preset,
         #[command(flatten)]
@@ -79,7 +79,7 @@ pub(crate) enum Verb {
         #[command(flatten)]
         common: Common,
     },
-    /// Look for damage: in manifests and sizes, or in everything
+    /// Look for damage in manifests and sizes, or in everything
     Verify {
         #[command(flatten)]
         args: StoreArgs,
@@ -98,14 +98,14 @@ pub(crate) enum Verb {
         args: StoreArgs,
         #[command(flatten)]
         choice: retire::Choice,
-        /// Why, for the log
+        /// The reason, for the log
         #[arg(long, default_value = "")]
         reason: String,
-        /// Only say what would be done
+        /// Only print what would be done
         #[arg(long)]
         dry_run: bool,
     },
-    /// List retired checkpoints again, and what they need, as long as `gc` has not given them up
+    /// List retired checkpoints again, with what they need, unless `gc` has given them up
     Unretire {
         #[command(flatten)]
         args: StoreArgs,
@@ -113,11 +113,11 @@ pub(crate) enum Verb {
         #[arg(value_name = "CHECKPOINT", required = true)]
         which: Vec<String>,
     },
-    /// Mend a damaged log; without --apply only say what that would do, and what is lost
+    /// Repair a damaged log; without --apply only print what that would do and lose
     Repair {
         #[command(flatten)]
         args: StoreArgs,
-        /// Do it. Nothing else may use the store meanwhile
+        /// Make the changes. Nothing else may use the store meanwhile
         #[arg(long)]
         apply: bool,
     },
@@ -128,20 +128,20 @@ pub(crate) enum Verb {
         #[arg(value_name = "CHECKPOINT", required = true, help = select::WHICH)]
         which: Vec<String>,
     },
-    /// End a protection
+    /// Undo `pin`
     Unpin {
         #[command(flatten)]
         args: StoreArgs,
         #[arg(value_name = "CHECKPOINT", required = true, help = select::WHICH)]
         which: Vec<String>,
     },
-    /// Make a base of a delta, so that what it needs can be retired
+    /// Turn a delta into a base, so that what it needed can be retired
     Rebase {
         #[command(flatten)]
         args: StoreArgs,
         #[arg(value_name = "CHECKPOINT", help = select::WHICH)]
         which: String,
-        /// How much is tried to make it smaller: fast, balanced or small
+        /// How hard to compress: fast, balanced or small
         #[arg(long, default_value = "balanced")]
         preset: Preset,
         #[command(flatten)]
@@ -151,18 +151,18 @@ pub(crate) enum Verb {
     Gc {
         #[command(flatten)]
         args: StoreArgs,
-        /// How long data stays for those who may still read it: 7d, 36h; less than a day needs
+        /// How long data is kept for those who may still be reading it: 7d, 36h; less than a day needs
         /// --exclusive
         #[arg(long, default_value = "7d", value_parser = humantime::parse_duration)]
         grace: Duration,
-        /// Nothing else uses the store now
+        /// Promise that nothing else is using the store
         #[arg(long)]
         exclusive: bool,
-        /// Only say what would be done
+        /// Only print what would be done
         #[arg(long)]
         dry_run: bool,
     },
-    /// Try whether several writers are safe at a place; no store is needed
+    /// Test whether several writers are safe at a place; no store is needed
     Probe {
         #[command(flatten)]
         args: StoreArgs,
@@ -176,15 +176,15 @@ pub(crate) enum Verb {
         #[command(flatten)]
         args: StoreArgs,
     },
-    /// Print the log: every change that was ever made
+    /// Print the log: every change ever made
     Log {
         #[command(flatten)]
         args: StoreArgs,
-        /// From this entry on
+        /// Start at this entry
         #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         from: u64,
     },
-    /// Draw size and ratio of each step, and what costs most
+    /// Plot the size and ratio of each step, and what costs most
     Plot {
         #[command(flatten)]
         args: StoreArgs,

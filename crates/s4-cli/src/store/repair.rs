@@ -56,7 +56,7 @@ pub(crate) fn repair(args: &StoreArgs, apply: bool) -> Result<()> {
 
 fn as_text(name: &str, report: &RepairReport) -> String {
     if report.damage.is_empty() {
-        return format!("{name}: the log is whole; nothing to repair");
+        return format!("{name}: the log is intact; nothing to repair");
     }
     let mut lines: Vec<String> = report.damage.iter().map(|d| format!("DAMAGED  {d}")).collect();
     for loss in &report.losses {
@@ -83,7 +83,7 @@ fn as_text(name: &str, report: &RepairReport) -> String {
     match &report.aside {
         Some(aside) => {
             lines.push(format!("{name}: repaired: {entries}"));
-            lines.push(format!("what was changed is kept below {aside}"));
+            lines.push(format!("the original entries are kept below {aside}"));
             lines.push(format!("listed: steps {steps}"));
             lines.push("`s4w store verify --read-data` says which of them restore".into());
         }

@@ -108,7 +108,7 @@ impl Choice {
 fn obstacle(state: &State, going: &[Checkpoint]) -> Result<()> {
     if let Some(pinned) = going.iter().find(|c| c.pinned) {
         let step = pinned.step();
-        let hint = "`s4w store unpin` ends that";
+        let hint = "`s4w store unpin` unpins it";
         return Err(Failure::Conflict(format!("step {step} is pinned; {hint}")));
     }
     let ids: Vec<_> = going.iter().map(Checkpoint::id).collect();
@@ -134,8 +134,8 @@ fn as_text(store: &str, report: Retired) -> String {
             format!("{store}: would retire step{s} {}; {kept} would be left", steps.join(", "))
         }
         (false, false) => format!(
-            "{store}: retired step{s} {}; {kept} left. Their data is deleted by `s4w store gc`, once \
-             its grace is over",
+            "{store}: retired step{s} {}; {kept} left. `s4w store gc` deletes their data once the \
+             grace period is over",
             steps.join(", ")
         ),
     }

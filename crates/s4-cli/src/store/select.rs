@@ -16,7 +16,7 @@ pub(crate) fn find<'a>(store: &str, state: &'a State, which: &str) -> Result<&'a
         return state.at_step(step).ok_or_else(|| no_step(store, state, step));
     }
     let id: CheckpointId = which.parse().map_err(|_| {
-        Failure::Usage(format!("`{which}` is no step, no checkpoint's id, and not `latest`"))
+        Failure::Usage(format!("`{which}` is not a step, a checkpoint's id or `latest`"))
     })?;
     state.get(id).ok_or_else(|| match state.dead(id) {
         Some(dead) => Failure::NotFound(format!(
@@ -42,7 +42,7 @@ pub(crate) fn find_all(store: &str, state: &State, which: &[String]) -> Result<V
 /// The id that a word names in the whole log: it is an id, or a step, whose last retired checkpoint is meant.
 pub(crate) fn find_retired(store: &str, log: &[Entry], which: &str) -> Result<CheckpointId> {
     let Ok(step) = which.parse::<u64>() else {
-        let not = |_| Failure::Usage(format!("`{which}` is no step and no checkpoint's id"));
+        let not = |_| Failure::Usage(format!("`{which}` is not a step or a checkpoint's id"));
         return which.parse().map_err(not);
     };
     let of_step = |entry: &Entry| match &entry.op {
@@ -56,7 +56,7 @@ pub(crate) fn find_retired(store: &str, log: &[Entry], which: &str) -> Result<Ch
     });
     let found = retired.flatten().find(|id| ids.contains(id)).copied();
     found.ok_or_else(|| {
-        Failure::NotFound(format!("{store} has no checkpoint of step {step} that was retired"))
+        Failure::NotFound(format!("{store} has no retired checkpoint of step {step}"))
     })
 }
 

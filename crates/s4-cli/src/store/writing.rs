@@ -75,7 +75,7 @@ pub(crate) fn break_lease(args: &StoreArgs) -> Result<()> {
         return say(&to_json(&removed)?);
     }
     if removed.is_empty() {
-        return say(&format!("{}: nobody has a lease", store.name()));
+        return say(&format!("{}: there is no lease to remove", store.name()));
     }
     removed
         .iter()

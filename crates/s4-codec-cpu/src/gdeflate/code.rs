@@ -231,7 +231,7 @@ impl<const SIZE: usize> Decoder<SIZE> {
             }
             place += count;
         }
-        Err(Error::corrupt("bits that are no codeword"))
+        Err(Error::corrupt("bits match no codeword"))
     }
 }
 

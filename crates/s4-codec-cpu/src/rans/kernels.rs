@@ -60,7 +60,7 @@ const KERNELS: &[Row] = &[
         tables: 1,
         simd: Simd::Avx512,
         encode: Some(|tables| singles::Encoder::new(&tables[0]).map(Encoder::Singles)),
-        decode: Some(by_slots::<singles::Decoder<12>>),
+        decode: Some(decode_with_slots::<singles::Decoder<12>>),
     },
     #[cfg(target_arch = "x86_64")]
     Row {
@@ -68,7 +68,7 @@ const KERNELS: &[Row] = &[
         tables: MAX_TABLES,
         simd: Simd::Avx512,
         encode: None,
-        decode: Some(by_slots::<singles::Decoder<8>>),
+        decode: Some(decode_with_slots::<singles::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
     Row {
@@ -76,7 +76,7 @@ const KERNELS: &[Row] = &[
         tables: MAX_TABLES,
         simd: Simd::Avx512,
         encode: None,
-        decode: Some(by_slots::<singles::Decoder<12>>),
+        decode: Some(decode_with_slots::<singles::Decoder<12>>),
     },
     #[cfg(target_arch = "x86_64")]
     Row {
@@ -84,7 +84,7 @@ const KERNELS: &[Row] = &[
         tables: 1,
         simd: Simd::Avx2,
         encode: Some(|tables| avx2::Encoder::new(&tables[0]).map(Encoder::Avx2)),
-        decode: Some(by_slots::<avx2::Decoder<8>>),
+        decode: Some(decode_with_slots::<avx2::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
     Row {
@@ -92,7 +92,7 @@ const KERNELS: &[Row] = &[
         tables: MAX_TABLES,
         simd: Simd::Avx2,
         encode: Some(|tables| avx2::contexts::Encoder::new(tables).map(Encoder::Contexts)),
-        decode: Some(by_slots::<avx2::Decoder<8>>),
+        decode: Some(decode_with_slots::<avx2::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
     Row {
@@ -100,7 +100,7 @@ const KERNELS: &[Row] = &[
         tables: MAX_TABLES,
         simd: Simd::Avx2,
         encode: None,
-        decode: Some(by_slots::<avx2::Decoder<12>>),
+        decode: Some(decode_with_slots::<avx2::Decoder<12>>),
     },
     Row {
         precision: Precision::P8,
@@ -227,7 +227,7 @@ unsafe fn decode_in_registers(job: &mut Decoding<'_>) -> Option<Result<()>> {
 /// The machine has the decoder's instructions, the tables are of its precision and no more than it
 /// supports, and the contexts are as [`Decoding`] says.
 #[cfg(target_arch = "x86_64")]
-unsafe fn by_slots<D: pairs::Blocks>(job: &mut Decoding<'_>) -> Option<Result<()>> {
+unsafe fn decode_with_slots<D: pairs::Blocks>(job: &mut Decoding<'_>) -> Option<Result<()>> {
     let decoder = D::new(pairs::Slots::new(&job.stream.tables)?);
     let mut rest = &mut job.symbols[..];
     let jobs = job.stream.segments().map(|(range, segment)| {

@@ -97,7 +97,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
 
     fn queue(&mut self, ordinal: u32) -> Result<&mut DecodeQueue<'s, 'a>> {
         self.queues.get_mut(&ordinal).ok_or_else(|| {
-            let what = format!("values for CUDA device {ordinal}, which is not decoded to");
+            let what = format!("values for CUDA device {ordinal}, which this decoder does not use");
             GpuError::Argument(what).into()
         })
     }

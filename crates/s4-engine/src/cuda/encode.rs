@@ -20,7 +20,7 @@ use inputs::{Decoding, open_inputs};
 
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces};
-use super::route::{Told, codings, encode_route, position, scale};
+use super::route::{PlanFields, codings, encode_route, position, scale};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session, Sizes};
 use super::{Counters, Host};
@@ -352,17 +352,17 @@ impl<'a> EncodeQueue<'a> {
             let set = member.set.moved_by(extras);
             let rows = member.rows.map_or(0, |at| extras + at);
             let (first, cols) = position(t.dtype, t.shape, plan.chunk_log2, member.chunk);
-            let told = Told::of(&plan.plan, t.dtype, &plan.side).of(member.tensor)?;
+            let fields = PlanFields::of(&plan.plan, t.dtype, &plan.side).of(member.tensor)?;
             let chunk = EncodeChunk {
                 values: member.copy,
                 inputs: sets::inputs(member.parent, rows, &set, member.moments),
                 first,
                 cols,
                 tables: set.tables(),
-                prediction: told.prediction,
-                contexts: told.contexts,
-                class: told.class,
-                sparse: told.sparse.into(),
+                prediction: fields.prediction,
+                contexts: fields.contexts,
+                class: fields.class,
+                sparse: fields.sparse.into(),
                 // The values that it is predicted from may lie in front.
                 scratch: member.work(),
                 // At most 2^18 values of 1 to 8 bytes.

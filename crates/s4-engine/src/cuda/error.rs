@@ -11,7 +11,7 @@ pub enum CudaError {
     #[error(transparent)]
     Gpu(#[from] GpuError),
     /// A tensor's data. The source names the chunk and the stream.
-    #[error("tensor number {tensor}: {source}")]
+    #[error("tensor {tensor}: {source}")]
     Format {
         /// Index of the tensor in the caller's list.
         tensor: usize,

@@ -127,14 +127,14 @@ type SharedWorker = Arc<Mutex<Worker>>;
 
 /// The least device memory and pinned memory, in bytes, with room for a worker for each task:
 /// tensors are then planned while others are encoded.
-const BOTH: (u64, u64) = (128 << 20, 64 << 20);
+const FOR_TWO_WORKERS: (u64, u64) = (128 << 20, 64 << 20);
 /// A device with this many times the scratch memory free has room for it.
 const AMPLE: u64 = 8;
 
 impl CudaOptions {
     /// Whether planning has a worker of its own.
     fn plans_apart(&self) -> bool {
-        self.scratch >= BOTH.0 && self.pinned >= BOTH.1
+        self.scratch >= FOR_TWO_WORKERS.0 && self.pinned >= FOR_TWO_WORKERS.1
     }
 
     /// The device memory and the pinned memory of a worker.

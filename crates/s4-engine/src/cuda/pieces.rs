@@ -13,11 +13,11 @@ use s4_format::limits::MAX_CHUNK_BYTES;
 use crate::threads::lock;
 
 /// The most bytes of a piece: about a group of chunks, which takes a millisecond to copy.
-const MOST: u64 = 32 << 20;
+const LARGEST_PIECE: u64 = 32 << 20;
 /// The least bytes of a piece: it must hold any frame.
-const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
+const SMALLEST_PIECE: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 /// Number of pieces that a budget has room for, if they can be that small.
-const IN_BUDGET: u64 = 8;
+const PIECES_IN_BUDGET: u64 = 8;
 /// What memory for copies is for, in errors.
 const COPIES: &str = "page-locked memory for a copy of the tensors";
 /// One part in this many of the budget is for frames that outlive their call: the rest is for the next call.
@@ -61,7 +61,7 @@ struct Held {
 impl Pieces {
     pub(super) fn new(budget: u64) -> Self {
         let memory = FrameMemory { budget, ..FrameMemory::default() };
-        let size = ((budget / IN_BUDGET) & !0xffff).clamp(LEAST, MOST);
+        let size = ((budget / PIECES_IN_BUDGET) & !0xffff).clamp(SMALLEST_PIECE, LARGEST_PIECE);
         let (idle, known) = (vec![], BTreeMap::new());
         let held = Held { idle, spare: None, memory, device: None, known };
         Self { held: Arc::new(Mutex::new(held)), size }

@@ -13,7 +13,7 @@ use super::error::{CudaError, Result};
 use super::fetch::{self, Rows};
 use super::worker::{Session, Task};
 use crate::engine::{TensorError, TensorValues, each};
-use crate::planner::{About, Sample};
+use crate::planner::{Sample, TensorFacts};
 use crate::{
     DeviceMemory, Inputs, Moment, ParentSample, Preset, Scratch, TensorPlan, Values, planner,
 };
@@ -193,7 +193,7 @@ impl CudaEngine {
         };
         let offsets = offsets.as_deref();
         let values = about.values();
-        let alone = |about: &About<'_>, scratch: &mut Scratch| {
+        let alone = |about: &TensorFacts<'_>, scratch: &mut Scratch| {
             let sample = Sample::fetched(planner::sampled_runs(values).collect(), alone);
             cpu.plan_alone(about, &sample, offsets, scratch)
         };
@@ -240,11 +240,11 @@ fn in_items(rows: Vec<Rows>, (bytes, descriptors): (u64, u64)) -> Vec<Vec<Rows>>
     items
 }
 
-fn about<'a, E>(given: &Given<'a, E>, tensor: usize) -> About<'a> {
+fn about<'a, E>(given: &Given<'a, E>, tensor: usize) -> TensorFacts<'a> {
     let t = &given.tensors[tensor];
     let bytes = usize::try_from(t.values.bytes()).unwrap_or(usize::MAX);
     let (role, choice) = (t.role.map(|r| r.row.kind), given.inputs.choice(tensor));
-    About::new(given.preset, (t.dtype, t.shape, bytes), role, choice)
+    TensorFacts::new(given.preset, (t.dtype, t.shape, bytes), role, choice)
 }
 
 /// Whether a tensor's values are fetched at the positions where they are compared with a parent's:
@@ -330,6 +330,6 @@ fn rows_of<E>(given: &Given<'_, E>, tensor: usize, grid: Option<&Grid>) -> Resul
 
 /// The device memory that a tensor is in.
 pub(super) fn device_memory(t: &TensorValues<'_>) -> Result<DeviceMemory> {
-    let on_host = || GpuError::Argument("values of the host for a CUDA device".into());
+    let on_host = || GpuError::Argument("values in host memory, for a CUDA device".into());
     Ok(t.values.memory().ok_or_else(on_host)?)
 }

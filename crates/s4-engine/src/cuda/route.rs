@@ -56,7 +56,7 @@ fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
 
 /// What descriptors say of a plan besides its layout and residual.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Told {
+pub(super) struct PlanFields {
     pub(super) prediction: u8,
     pub(super) contexts: u8,
     pub(super) class: [u8; 2],
@@ -64,7 +64,7 @@ pub(super) struct Told {
     pub(super) sparse: bool,
 }
 
-impl Told {
+impl PlanFields {
     /// # Errors
     /// `Corrupt` if side data that the plan needs is not valid.
     pub(super) fn of(plan: &Plan, dtype: DType, side: &Side) -> Result<Self> {
@@ -78,11 +78,11 @@ impl Told {
         };
         // The same as the CPU's predictors say.
         let sparse = !plan.inputs.is_empty() && prediction != prediction::BLEND;
-        let mut told = Self { prediction, sparse, ..Self::default() };
+        let mut fields = Self { prediction, sparse, ..Self::default() };
         if !plan.contexts.is_none() {
-            (told.contexts, told.class) = (abi::CONTEXTS_EXPONENT, class(side)?);
+            (fields.contexts, fields.class) = (abi::CONTEXTS_EXPONENT, class(side)?);
         }
-        Ok(told)
+        Ok(fields)
     }
 }
 
@@ -184,8 +184,9 @@ pub(super) fn decode_route(
         return None;
     }
     chunk.residual = plan.residual.0;
-    let told = Told::of(plan, spec.dtype, spec.side).ok()?;
-    (chunk.prediction, chunk.contexts, chunk.class) = (told.prediction, told.contexts, told.class);
+    let fields = PlanFields::of(plan, spec.dtype, spec.side).ok()?;
+    (chunk.prediction, chunk.contexts, chunk.class) =
+        (fields.prediction, fields.contexts, fields.class);
     let planes = Planes::new(plan.layout, width, 0).ok()?.sizes().len();
     let streams = StreamEntry::parse_chunk(frame, planes).ok()?;
     chunk.planes = u8::try_from(planes).ok()?;

@@ -12,7 +12,7 @@ use crate::DeviceMemory;
 pub(super) const SLOTS: usize = 4;
 /// The most bytes of values in one group: two chunks for each multiprocessor of a large device. The
 /// kernels take nearly as long for fewer.
-const MOST: u64 = 64 << 20;
+const LARGEST_GROUP: u64 = 64 << 20;
 /// Shares that the device budget is divided into for encoding and decoding.
 const SHARES: u64 = SLOTS as u64 + 6;
 /// Larger budgets are used in whole pieces of this size, which a device maps quickly.
@@ -26,7 +26,7 @@ const POLITE: u64 = 256 << 20;
 /// Work on few bytes takes at most this many times as much scratch memory, or `POLITE` if that is more.
 const SCRATCH_SHARE: u64 = 4;
 /// A slot holds at least the largest frame.
-const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
+const SMALLEST_SLOT: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
 /// What a worker's memory is divided for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,21 +76,21 @@ impl Sizes {
         }
         let device = if device < PIECE { LEAST_DEVICE } else { device / PIECE * PIECE };
         let slots = task.slots();
-        let least = slots * (LEAST + LEAST / 16);
+        let least = slots * (SMALLEST_SLOT + SMALLEST_SLOT / 16);
         if pinned < least {
             let what = "page-locked host memory";
             return Err(GpuError::Budget { what, needed: least, budget: pinned });
         }
         let host = pinned / slots;
         // Descriptors are in pinned memory, too.
-        let descriptors = (host - LEAST).min(host / 4);
+        let descriptors = (host - SMALLEST_SLOT).min(host / 4);
         let most = match task {
-            Task::Code => (MOST + MOST / 16).min(descriptors.saturating_mul(17)),
+            Task::Code => (LARGEST_GROUP + LARGEST_GROUP / 16).min(descriptors.saturating_mul(17)),
             Task::Plan => host,
         };
-        let share = (device / task.shares()).min(most).max(LEAST + LEAST / 16);
+        let share = (device / task.shares()).min(most).max(SMALLEST_SLOT + SMALLEST_SLOT / 16);
         let meta = (share / 17).min(descriptors) & !255;
-        let frames = (share - meta).min(MOST) & !255;
+        let frames = (share - meta).min(LARGEST_GROUP) & !255;
         let host_frames = (host - meta).min(frames) & !255;
         let scratch = match task {
             // Kernels get no faster with more than this.
@@ -322,7 +322,7 @@ mod tests {
                 assert!(SLOTS as u64 * (s.host_frames + s.meta) <= pinned, "{pinned} {s:?}");
                 assert!(s.host_frames >= MAX_CHUNK_BYTES as u64, "{s:?}");
                 assert!(s.frames >= s.host_frames && s.scratch >= 3 * s.frames, "{s:?}");
-                assert!(s.frames <= MOST && s.meta >= s.frames / 32);
+                assert!(s.frames <= LARGEST_GROUP && s.meta >= s.frames / 32);
             }
         }
         let planning = Sizes::cut(Task::Plan, 32 << 20, 24 << 20).unwrap();

@@ -6,7 +6,7 @@ use s4_predict::Tensor;
 use s4_predict::rank1::{self, Expected, Offsets};
 
 use super::layout::Candidate;
-use super::{About, ParentSample, Sample};
+use super::{ParentSample, Sample, TensorFacts};
 use crate::scratch::width_of;
 use crate::{CpuEngine, Scratch};
 
@@ -37,7 +37,7 @@ impl CpuEngine {
     /// the side data for that. `None`: the parent is not stored with as many rows and columns.
     pub(super) fn blend(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         sample: &Sample,
         parent: &ParentSample<'_>,
         offsets: &[u8],
@@ -60,7 +60,12 @@ impl CpuEngine {
 }
 
 /// By how much the magnitudes of some of the sample's values exceed the expected ones.
-fn left_of(about: &About<'_>, sample: &Sample, values: &[u8], expected: &Expected) -> Vec<i64> {
+fn left_of(
+    about: &TensorFacts<'_>,
+    sample: &Sample,
+    values: &[u8],
+    expected: &Expected,
+) -> Vec<i64> {
     let width = about.width();
     let numbers = sample.runs.iter().flat_map(Clone::clone);
     let step = (values.len() / width).div_ceil(LOOKED_AT).max(1);

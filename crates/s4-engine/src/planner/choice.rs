@@ -5,7 +5,7 @@ use s4_format::side::SideKind;
 use s4_format::{DType, LayoutId, PredictorId, ResidualId};
 use s4_predict::Update;
 
-use super::About;
+use super::TensorFacts;
 use super::coding::{KnownPlane, PlannedPlane};
 use crate::TensorPlan;
 
@@ -24,7 +24,7 @@ const SURE_GAIN: u64 = 64;
 
 /// The ways to predict values that the planner compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Method {
     /// Not predicted.
     Direct,
     /// By rows and columns.
@@ -45,7 +45,7 @@ pub(super) enum Way {
 /// checkpoint, it is tried first, and nothing else is tried while it costs about what it did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Choice {
-    pub(super) way: Way,
+    pub(super) method: Method,
     pub(super) layout: LayoutId,
     dtype: DType,
     /// Number of values of the tensor.
@@ -57,15 +57,15 @@ pub struct Choice {
     offsets: bool,
     /// What was found of planes whose symbols have contexts.
     planes: [Option<KnownPlane>; MAX_PLANES],
-    /// How the contexts of [`Way::Update`] are derived.
+    /// How the contexts of [`Method::Update`] are derived.
     update: Option<Update>,
     /// What the choice was made for.
-    of: Of,
+    of: ChosenFor,
 }
 
 /// What a choice was made for, compared with the tensor that it is tried for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Of {
+enum ChosenFor {
     /// The same, at the same distance to its parent.
     Same,
     /// The same, at another distance.
@@ -83,50 +83,51 @@ impl Choice {
     /// Records a plan, what was found of its planes, and the estimated bits of the sample with the plan and without a
     /// parent. `None` if the sample is the whole tensor: such plans are compared by encoding it.
     pub(super) fn of(
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         sampled: usize,
         (planned, planes): (&TensorPlan, [Option<KnownPlane>; MAX_PLANES]),
         (bits, alone): (u64, u64),
     ) -> Option<Self> {
         let plan = &planned.plan;
-        let way = match (plan.predictor, plan.residual) {
-            (PredictorId::RANK1, _) => Way::Rank1,
-            (PredictorId::BLEND, _) => Way::Blend,
-            (PredictorId::PARENT, ResidualId::XOR) => Way::Xor,
-            (PredictorId::PARENT, ResidualId::DESCENT) => Way::Update,
-            (PredictorId::PARENT, _) if plan.contexts.is_none() => Way::Sub,
-            (PredictorId::PARENT, _) => Way::Contexts,
-            _ => Way::Direct,
+        let method = match (plan.predictor, plan.residual) {
+            (PredictorId::RANK1, _) => Method::Rank1,
+            (PredictorId::BLEND, _) => Method::Blend,
+            (PredictorId::PARENT, ResidualId::XOR) => Method::Xor,
+            (PredictorId::PARENT, ResidualId::DESCENT) => Method::Update,
+            (PredictorId::PARENT, _) if plan.contexts.is_none() => Method::Sub,
+            (PredictorId::PARENT, _) => Method::Contexts,
+            _ => Method::Direct,
         };
         let (dtype, values, layout) = (about.dtype, about.values(), plan.layout);
-        let update = match way {
-            Way::Update => Update::parse(planned.side.get(SideKind::CONTEXTS)).ok(),
+        let update = match method {
+            Method::Update => Update::parse(planned.side.get(SideKind::CONTEXTS)).ok(),
             _ => None,
         };
-        let (offsets, of) = (about.has_offsets, Of::Same);
-        let choice = Self { way, layout, dtype, values, bits, alone, offsets, planes, update, of };
+        let (offsets, of) = (about.has_offsets, ChosenFor::Same);
+        let choice =
+            Self { method, layout, dtype, values, bits, alone, offsets, planes, update, of };
         (sampled < about.bytes).then_some(choice)
     }
 
     /// The same for another distance to the parent, which changes the cost of a difference more
-    /// than which way is best.
+    /// than which method is best.
     #[must_use]
     pub fn at_other_distance(self) -> Self {
-        Self { planes: [None; MAX_PLANES], update: None, of: Of::OtherDistance, ..self }
+        Self { planes: [None; MAX_PLANES], update: None, of: ChosenFor::OtherDistance, ..self }
     }
 
     /// The same for another tensor of the same checkpoint that is alike and has no choice of its own.
     #[must_use]
     pub fn for_one_alike(self) -> Self {
-        Self { planes: [None; MAX_PLANES], update: None, of: Of::Another, ..self }
+        Self { planes: [None; MAX_PLANES], update: None, of: ChosenFor::Another, ..self }
     }
 
     /// The choice after it held, where `now` records the new plan. If it was made at another
     /// distance or for another tensor, it belongs to this one from now on. If it was made for the
     /// same, it keeps its old bits, so that it does not drift.
-    pub(super) fn made_again(self, now: Option<Self>) -> Option<Self> {
+    pub(super) fn renewed(self, now: Option<Self>) -> Option<Self> {
         now.map(|now| match self.of {
-            Of::Same => Self { bits: self.bits, alone: self.alone, ..now },
+            ChosenFor::Same => Self { bits: self.bits, alone: self.alone, ..now },
             _ => Self { alone: self.alone, ..now },
         })
     }
@@ -146,24 +147,24 @@ impl Choice {
         known_planes(planes) == self.planes
     }
 
-    /// How the contexts of [`Way::Update`] are derived.
+    /// How the contexts of [`Method::Update`] are derived.
     pub(super) fn update(&self) -> Option<Update> {
         self.update
     }
 
     /// Whether the tensor is stored as a difference from a parent.
     pub fn is_delta(&self) -> bool {
-        !matches!(self.way, Way::Direct | Way::Rank1)
+        !matches!(self.method, Method::Direct | Method::Rank1)
     }
 
     /// Whether it was made for a tensor of this dtype and number of values.
-    pub(super) fn fits(&self, about: &About<'_>) -> bool {
+    pub(super) fn fits(&self, about: &TensorFacts<'_>) -> bool {
         (self.dtype, self.values) == (about.dtype, about.values())
     }
 
     /// Whether it was made for another tensor.
     pub(super) fn is_of_another(&self) -> bool {
-        self.of == Of::Another
+        self.of == ChosenFor::Another
     }
 
     /// Whether it was made for another tensor for which row and column offsets were not worth trying.
@@ -173,7 +174,7 @@ impl Choice {
 
     /// Whether row and column offsets are needed.
     pub(super) fn needs_offsets(&self) -> bool {
-        matches!(self.way, Way::Rank1 | Way::Blend)
+        matches!(self.method, Method::Rank1 | Method::Blend)
     }
 
     /// Whether the sample without a parent took clearly more than `bits`, the bits of a difference.
@@ -184,9 +185,9 @@ impl Choice {
     /// Whether the choice may be kept for a sample that takes `bits` with it.
     pub(super) fn holds(&self, bits: u64) -> bool {
         let part = match self.of {
-            Of::Same => HOLDS,
-            Of::OtherDistance => HOLDS_ELSEWHERE,
-            Of::Another => HOLDS_ALIKE,
+            ChosenFor::Same => HOLDS,
+            ChosenFor::OtherDistance => HOLDS_ELSEWHERE,
+            ChosenFor::Another => HOLDS_ALIKE,
         };
         bits.abs_diff(self.bits) <= self.bits / part
     }
@@ -198,18 +199,18 @@ mod tests {
 
     #[test]
     fn a_choice_of_another_distance_is_one_of_this_once_it_was_made_again() {
-        let (way, layout, dtype) = (Way::Sub, LayoutId::FIELDS, DType::Float32);
-        let (planes, of, offsets) = ([None; MAX_PLANES], Of::Same, false);
+        let (method, layout, dtype) = (Method::Sub, LayoutId::FIELDS, DType::Float32);
+        let (planes, of, offsets) = ([None; MAX_PLANES], ChosenFor::Same, false);
         let (values, bits, alone, update) = (1, 800, 2000, None);
         let choice =
-            Choice { way, layout, dtype, values, bits, alone, offsets, planes, update, of };
+            Choice { method, layout, dtype, values, bits, alone, offsets, planes, update, of };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
         let now = Choice { bits: 900, ..choice };
-        assert_eq!(choice.made_again(Some(now)), Some(choice));
+        assert_eq!(choice.renewed(Some(now)), Some(choice));
         let elsewhere = choice.at_other_distance();
         assert!(elsewhere.holds(1000) && !elsewhere.holds(1001));
         let now = Choice { bits: 1000, alone: 0, ..choice };
-        let here = elsewhere.made_again(Some(now)).unwrap();
+        let here = elsewhere.renewed(Some(now)).unwrap();
         assert_eq!(here, Choice { bits: 1000, ..choice });
         assert!(here.holds(1125) && !here.holds(1126) && !here.holds(800));
     }

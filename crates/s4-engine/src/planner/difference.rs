@@ -5,9 +5,11 @@ use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, Error, Plan, ResidualId, Result};
 use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
-use super::choice::{Choice, Way, known_planes};
-use super::layout::{Candidate, Counted, Of};
-use super::{About, MomentSample, PLAN_BITS, ParentSample, Sample, allowed, are_same, finish};
+use super::choice::{Choice, Method, known_planes};
+use super::layout::{Candidate, Counted, SampleKind};
+use super::{
+    MomentSample, PLAN_BITS, ParentSample, Sample, TensorFacts, allowed, are_same, finish,
+};
 use crate::scratch::width_of;
 use crate::{CpuEngine, Preset, Scratch, TensorPlan};
 
@@ -33,12 +35,12 @@ impl CpuEngine {
     /// `alone` plans it without the parent.
     pub(crate) fn plan_difference(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         sample: Sample,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
-        alone: &dyn Fn(&About<'_>, &mut Scratch) -> Result<TensorPlan>,
+        alone: &dyn Fn(&TensorFacts<'_>, &mut Scratch) -> Result<TensorPlan>,
     ) -> Result<TensorPlan> {
         if sample.values.len() != parent.values.len() {
             return Err(Error::corrupt(format!(
@@ -82,9 +84,10 @@ impl CpuEngine {
             let choice = Choice::of(about, sampled, (&plan, planes), (bits, least));
             return Ok(TensorPlan { choice: choice.filter(|_| all), ..plan });
         };
-        let fast = About { preset: Preset::Fast, ..*about };
+        let fast = TensorFacts { preset: Preset::Fast, ..*about };
         self.smaller_of_small(about, plan, &small, Some(parent.values), scratch, |s| {
-            let alone = |_: &About<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
+            let alone =
+                |_: &TensorFacts<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
             self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
         })
     }
@@ -93,15 +96,15 @@ impl CpuEngine {
     fn again(
         &self,
         choice: Choice,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         from: &mut Differences,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Again> {
         let again = &about.again(choice);
-        let way = if choice.is_delta() { choice.way } else { Way::Xor };
-        let made = self.by_way(way, again, from, parent, offsets, scratch)?;
+        let method = if choice.is_delta() { choice.method } else { Method::Xor };
+        let made = self.by_method(method, again, from, parent, offsets, scratch)?;
         if !choice.is_delta() {
             // If the tensor changes less than it did, a difference may be worth it now.
             let less = made.is_some_and(|made| choice.exceeds(made.bits()));
@@ -121,27 +124,27 @@ impl CpuEngine {
         let (bits, planes) = (made.bits(), known_planes(&made.best.planes));
         let plan = made.plan(again, parent)?;
         let now = Choice::of(about, from.sample.values.len(), (&plan, planes), (bits, bits));
-        Ok(Again::Holds(Box::new(TensorPlan { choice: choice.made_again(now), ..plan })))
+        Ok(Again::Holds(Box::new(TensorPlan { choice: choice.renewed(now), ..plan })))
     }
 
     /// The cheapest difference of the sample from the parent's.
     fn difference(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         from: &mut Differences,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Option<Difference>> {
-        const WAYS: [(Way, u64); 4] = [
-            (Way::Sub, SUB_GAIN),
-            (Way::Contexts, CONTEXTS_GAIN),
-            (Way::Update, UPDATE_GAIN),
-            (Way::Blend, BLEND_GAIN),
+        const METHODS: [(Method, u64); 4] = [
+            (Method::Sub, SUB_GAIN),
+            (Method::Contexts, CONTEXTS_GAIN),
+            (Method::Update, UPDATE_GAIN),
+            (Method::Blend, BLEND_GAIN),
         ];
-        let mut cheapest = self.by_way(Way::Xor, about, from, parent, offsets, scratch)?;
-        for (way, gain) in WAYS {
-            let other = self.by_way(way, about, from, parent, offsets, scratch)?;
+        let mut cheapest = self.by_method(Method::Xor, about, from, parent, offsets, scratch)?;
+        for (method, gain) in METHODS {
+            let other = self.by_method(method, about, from, parent, offsets, scratch)?;
             let least = cheapest.as_ref().map_or(0, Difference::bits);
             if other.as_ref().is_some_and(|other| other.bits() < least - least / gain) {
                 cheapest = other;
@@ -150,35 +153,35 @@ impl CpuEngine {
         Ok(cheapest)
     }
 
-    /// The sample's difference from the parent's in one way; `None` if that way does not apply.
-    fn by_way(
+    /// The sample's difference from the parent's by one method; `None` if that method does not apply.
+    fn by_method(
         &self,
-        way: Way,
-        about: &About<'_>,
+        method: Method,
+        about: &TensorFacts<'_>,
         from: &mut Differences,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Option<Difference>> {
         let (allowed, dtype) = (allowed(about.preset), about.dtype);
-        let in_order = matches!(way, Way::Sub | Way::Contexts | Way::Update);
+        let in_order = matches!(method, Method::Sub | Method::Contexts | Method::Update);
         if allowed.sub && in_order && from.ordered.is_empty() {
             from.ordered.clone_from(&from.sample.values);
             let width = width_of(about.width())?;
             self.kernels.sub_values(width, &mut from.ordered, parent.values);
         }
-        let (best, side) = match way {
-            Way::Xor => {
+        let (best, side) = match method {
+            Method::Xor => {
                 let mut sample = from.sample.values.clone();
                 self.kernels.xor(&mut sample, parent.values);
                 let counted = &mut Counted::default();
-                (self.best(about, (&sample, counted), Of::Differences, scratch)?, vec![])
+                (self.best(about, (&sample, counted), SampleKind::Differences, scratch)?, vec![])
             }
-            Way::Sub if allowed.sub => {
+            Method::Sub if allowed.sub => {
                 let values = (&from.ordered[..], &mut from.counted);
-                (self.best(about, values, Of::Ordered, scratch)?, vec![])
+                (self.best(about, values, SampleKind::Ordered, scratch)?, vec![])
             }
-            Way::Contexts
+            Method::Contexts
                 if allowed.sub
                     && allowed.contexts
                     && dtype.form() == Form::Float
@@ -189,10 +192,10 @@ impl CpuEngine {
                 side.push(SideKind::CONTEXTS, contexts.clone())?;
                 let tensor = Tensor { dtype, shape: about.shape, side: &side };
                 let (model, values) = (&Exponents as &dyn ContextModel, about.values());
-                let of = Of::InContext { model, tensor, inputs: &[parent.values], values };
+                let of = SampleKind::InContext { model, tensor, inputs: &[parent.values], values };
                 (self.best(about, (&from.ordered, &mut from.counted), of, scratch)?, contexts)
             }
-            Way::Update if allowed.sub && allowed.update && from.ordered.len() < about.bytes => {
+            Method::Update if allowed.sub && allowed.update && from.ordered.len() < about.bytes => {
                 let Some(moments) = &parent.moments else { return Ok(None) };
                 // Negated in place as the moments say; nothing after this needs them unnegated.
                 let mut turned = std::mem::take(&mut from.ordered);
@@ -209,7 +212,7 @@ impl CpuEngine {
                     (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
                 }
             }
-            Way::Blend if allowed.blend => {
+            Method::Blend if allowed.blend => {
                 let Some(offsets) = offsets else { return Ok(None) };
                 match self.blend(about, &from.sample, parent, offsets, scratch)? {
                     Some(blended) => blended,
@@ -218,13 +221,13 @@ impl CpuEngine {
             }
             _ => return Ok(None),
         };
-        Ok(best.map(|best| Difference { way, best, side }))
+        Ok(best.map(|best| Difference { method, best, side }))
     }
 
     /// The cost of differences in the order of values, negated as the moments say, with contexts from updates.
     fn in_updates(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         differences: &[u8],
         (parent, moments): (&[u8], &[MomentSample<'_>; 2]),
         update: Update,
@@ -238,7 +241,7 @@ impl CpuEngine {
         let mut best = self.best(
             about,
             (differences, &mut Counted::default()),
-            Of::InContext { model, tensor, inputs, values },
+            SampleKind::InContext { model, tensor, inputs, values },
             scratch,
         )?;
         // The manifest lists the moments as inputs, once for the tensor.
@@ -265,7 +268,7 @@ impl Differences {
 
     /// Whether a difference is worth it, in the sample and for the whole tensor. `alone` and `bits`
     /// are the bits of the sample without the parent and as a difference.
-    fn is_worth(&self, about: &About<'_>, alone: u64, bits: u64) -> bool {
+    fn is_worth(&self, about: &TensorFacts<'_>, alone: u64, bits: u64) -> bool {
         let saved = alone.saturating_sub(bits);
         let sampled = (self.sample.values.len() / about.width()).max(1) as u64;
         let whole = saved.saturating_mul(about.values()) / sampled;
@@ -285,7 +288,7 @@ enum Again {
 
 /// A sample stored as its difference from the parent's.
 struct Difference {
-    way: Way,
+    method: Method,
     best: Candidate,
     /// Side data that its chunks need: that of contexts, or offsets. Empty if there is none.
     side: Vec<u8>,
@@ -297,23 +300,23 @@ impl Difference {
     }
 
     /// The plan of the tensor.
-    fn plan(self, about: &About<'_>, parent: &ParentSample<'_>) -> Result<TensorPlan> {
-        let Self { way, best, side } = self;
+    fn plan(self, about: &TensorFacts<'_>, parent: &ParentSample<'_>) -> Result<TensorPlan> {
+        let Self { method, best, side } = self;
         let (manifest, tensor) = (parent.manifest, parent.tensor);
-        let plan = |layout| match (way, &parent.moments) {
-            (Way::Update, Some(moments)) => {
+        let plan = |layout| match (method, &parent.moments) {
+            (Method::Update, Some(moments)) => {
                 let moments = moments.each_ref().map(|m| m.tensor);
                 Plan { layout, ..Plan::update(manifest, tensor, moments) }
             }
-            (Way::Blend, _) => Plan::blend(layout, manifest, tensor),
-            (Way::Xor, _) => Plan::delta(layout, manifest, tensor),
+            (Method::Blend, _) => Plan::blend(layout, manifest, tensor),
+            (Method::Xor, _) => Plan::delta(layout, manifest, tensor),
             _ => Plan {
                 residual: ResidualId::SUB,
                 contexts: if side.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
                 ..Plan::delta(layout, manifest, tensor)
             },
         };
-        let kind = if way == Way::Blend { SideKind::OFFSETS } else { SideKind::CONTEXTS };
+        let kind = if method == Method::Blend { SideKind::OFFSETS } else { SideKind::CONTEXTS };
         finish(about, Some(best), plan, (!side.is_empty()).then_some((kind, &side[..])))
     }
 }

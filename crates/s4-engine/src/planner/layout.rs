@@ -11,7 +11,7 @@ use super::coding::{
     CountedPlane, PlannedPlane, bits_of_signs, by_own_tables, choose, choose_in_context,
     expect_changes, precision, symbols_of,
 };
-use super::{About, allowed, sample};
+use super::{TensorFacts, allowed, sample};
 use crate::chunk::{chunk_log2, repeats};
 use crate::planes::Layout;
 use crate::scratch::sized;
@@ -45,7 +45,7 @@ const RANS_WORK: u64 = 8;
 const OWN_GAIN: u64 = 64;
 /// What is coded, and how.
 #[derive(Clone, Copy)]
-pub(super) enum Of<'a> {
+pub(super) enum SampleKind<'a> {
     /// Values.
     Values,
     /// Residuals of a prediction from the tensor itself.
@@ -63,7 +63,7 @@ pub(super) enum Of<'a> {
     },
 }
 
-impl Of<'_> {
+impl SampleKind<'_> {
     /// Whether a chunk may have other tables than the tensor's.
     fn has_own_tables(self) -> bool {
         // As in the encoder, contexts `update` do without.
@@ -84,9 +84,9 @@ pub(super) struct Candidate {
 
 /// Histograms of planes that were counted before: layouts that produce the same plane share them.
 #[derive(Default)]
-pub(super) struct Counted(Vec<KnownPlane>);
+pub(super) struct Counted(Vec<CountedBytes>);
 
-struct KnownPlane {
+struct CountedBytes {
     plane: Vec<u8>,
     /// Bits of a symbol.
     bits: u64,
@@ -100,7 +100,7 @@ impl Counted {
             return Rc::clone(&known.counted);
         }
         let counted = Rc::new(CountedPlane::of(plane, bits, coarse));
-        self.0.push(KnownPlane { plane: plane.to_vec(), bits, counted: Rc::clone(&counted) });
+        self.0.push(CountedBytes { plane: plane.to_vec(), bits, counted: Rc::clone(&counted) });
         counted
     }
 }
@@ -110,16 +110,16 @@ impl CpuEngine {
     /// `counted`: what was counted of these values before.
     pub(super) fn best(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         (values, counted): (&[u8], &mut Counted),
-        of: Of<'_>,
+        of: SampleKind<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
         let dtype = about.dtype;
         let tried = match (&about.again, of) {
             _ if values.is_empty() => &[],
             (Some(again), _) => std::slice::from_ref(&again.layout),
-            (None, Of::InContext { .. }) => IN_CONTEXT,
+            (None, SampleKind::InContext { .. }) => IN_CONTEXT,
             (None, _) => layouts(dtype),
         };
         // Preset `fast` must write what its golden files hold.
@@ -127,8 +127,8 @@ impl CpuEngine {
         let mut best: Option<Candidate> = None;
         for &layout in tried {
             let fits = match of {
-                Of::InContext { model, .. } => model.tables(layout, 1) > 1,
-                Of::Residuals => matches!(layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN),
+                SampleKind::InContext { model, .. } => model.tables(layout, 1) > 1,
+                SampleKind::Residuals => matches!(layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN),
                 _ => true,
             };
             if !fits {
@@ -138,13 +138,13 @@ impl CpuEngine {
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
                 // If everything but the exponents is noise, signs included, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.noise);
-                let differs = !matches!(of, Of::Values | Of::Residuals);
+                let differs = !matches!(of, SampleKind::Values | SampleKind::Residuals);
                 if differs || small {
                     c.planes.iter_mut().for_each(expect_changes);
                 }
                 best = Some(c);
                 // (But signs that are constant in some places may look like noise among the low bits.)
-                let plain = matches!(of, Of::Values | Of::Differences);
+                let plain = matches!(of, SampleKind::Values | SampleKind::Differences);
                 let signs = !small || sample::signs_change(values, about.width(), about.run());
                 if layout == LayoutId::FIELDS && noise && plain && signs {
                     break;
@@ -160,9 +160,9 @@ impl CpuEngine {
     fn candidate(
         &self,
         layout: LayoutId,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         (sample, counted): (&[u8], &mut Counted),
-        of: Of<'_>,
+        of: SampleKind<'_>,
         scratch: &mut Scratch,
     ) -> Result<Candidate> {
         let width = about.width();
@@ -175,13 +175,13 @@ impl CpuEngine {
         let plane = |i| scratch.plane(layout, sizes.sizes(), i);
         // A delta codes several planes, some of them in few bits. The coarse frequencies of pairs
         // waste a larger part of those, so the loss is measured against the bits of all planes.
-        let delta = !matches!(of, Of::Values | Of::Residuals);
+        let delta = !matches!(of, SampleKind::Values | SampleKind::Residuals);
         let small = allowed(about.preset).rank1;
         let is_dense = |i| layout == LayoutId::FIELDS_SIGN && i == 2;
         let bits = |i| if is_dense(i) { 7 } else { 8 };
         let mut count = |i| counted.plane(plane(i), bits(i), small);
         // If an earlier choice says what all planes take, planes with contexts need no count without contexts.
-        let known = about.again.filter(|_| matches!(of, Of::InContext { .. }));
+        let known = about.again.filter(|_| matches!(of, SampleKind::InContext { .. }));
         let counts: Vec<_> = (0..planes).filter(|_| known.is_none()).map(&mut count).collect();
         let least =
             |(i, counted): (usize, &Rc<CountedPlane>)| counted.least.min(8 * plane(i).len() as u64);
@@ -202,7 +202,7 @@ impl CpuEngine {
             let contexts = self.contexts(of, layout, &known, plane(i).len())?;
             let plane = plane(i);
             let (planned, cost, table) = match (of, &contexts[..]) {
-                (Of::InContext { values, .. }, [_, ..]) => {
+                (SampleKind::InContext { values, .. }, [_, ..]) => {
                     // In the last plane, even and odd symbols mean different things.
                     let alike = if i + 1 == planes { 2 } else { 1 };
                     let smooth =
@@ -260,12 +260,12 @@ impl CpuEngine {
     /// The contexts of the symbols of the plane after `planes`; empty if they have none.
     fn contexts(
         &self,
-        of: Of<'_>,
+        of: SampleKind<'_>,
         layout: LayoutId,
         planes: &[&[u8]],
         len: usize,
     ) -> Result<Vec<u8>> {
-        let Of::InContext { model, tensor, inputs, .. } = of else { return Ok(vec![]) };
+        let SampleKind::InContext { model, tensor, inputs, .. } = of else { return Ok(vec![]) };
         if model.tables(layout, planes.len()) == 1 {
             return Ok(vec![]);
         }

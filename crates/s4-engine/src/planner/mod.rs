@@ -24,9 +24,9 @@ mod update;
 
 pub use blend::expected_of;
 pub use choice::Choice;
-use choice::{Way, known_planes};
+use choice::{Method, known_planes};
 use coding::precision;
-use layout::{Candidate, Counted, Of};
+use layout::{Candidate, Counted, SampleKind};
 use sample::gather;
 pub use sample::parent_probes;
 pub(crate) use sample::{Sample, are_same, probed, sampled_runs};
@@ -121,7 +121,7 @@ impl<'a> PlanJob<'a> {
 
 /// What is known of a tensor before its values are sampled.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct About<'a> {
+pub(crate) struct TensorFacts<'a> {
     pub(crate) preset: Preset,
     pub(crate) dtype: DType,
     pub(crate) shape: &'a [u64],
@@ -135,7 +135,7 @@ pub(crate) struct About<'a> {
     again: Option<Choice>,
 }
 
-impl<'a> About<'a> {
+impl<'a> TensorFacts<'a> {
     /// For a tensor of `bytes` bytes; `choice` is dropped if it does not fit.
     pub(crate) fn new(
         preset: Preset,
@@ -175,7 +175,7 @@ impl<'a> About<'a> {
     }
 }
 
-impl About<'_> {
+impl TensorFacts<'_> {
     fn width(&self) -> usize {
         self.dtype.value_width()
     }
@@ -223,7 +223,7 @@ impl CpuEngine {
         let PlanJob { preset, view: &TensorView { dtype, shape, data }, parent, role, choice } =
             *job;
         let role = role.map(|r| r.row.kind);
-        let about = About::new(preset, (dtype, shape, data.len()), role, choice);
+        let about = TensorFacts::new(preset, (dtype, shape, data.len()), role, choice);
         if preset == Preset::Nvcomp {
             return Ok(nvcomp(dtype));
         }
@@ -241,7 +241,7 @@ impl CpuEngine {
         match parent {
             None => self.plan_alone(&about, &sample, offsets, scratch),
             Some(parent) => {
-                let alone = |about: &About<'_>, s: &mut Scratch| {
+                let alone = |about: &TensorFacts<'_>, s: &mut Scratch| {
                     self.plan_alone(about, &alone(), offsets, s)
                 };
                 self.plan_difference(&about, sample, parent, offsets, scratch, &alone)
@@ -251,7 +251,7 @@ impl CpuEngine {
 
     /// The grid of values to compute row and column offsets from, or `None` if they are not worth trying. They may be
     /// worth it if all signs in the sample are equal, as in second moments, or sizes differ from run to run.
-    pub(crate) fn wants_offsets(&self, about: &About<'_>, sample: &[u8]) -> Option<Grid> {
+    pub(crate) fn wants_offsets(&self, about: &TensorFacts<'_>, sample: &[u8]) -> Option<Grid> {
         let unused = |choice: Choice| !choice.needs_offsets() && !choice.knows_no_offsets();
         let unused = about.choice.is_some_and(unused);
         let tells = || sample::is_uneven(sample, about.width(), about.run());
@@ -262,14 +262,19 @@ impl CpuEngine {
     }
 
     /// Row and column offsets from the values of a grid.
-    pub(crate) fn fit(&self, about: &About<'_>, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
+    pub(crate) fn fit(
+        &self,
+        about: &TensorFacts<'_>,
+        grid: &Grid,
+        values: &[u8],
+    ) -> Result<Vec<u8>> {
         rank1::fit(width_of(about.width())?, grid, values)
     }
 
     /// The plan of a tensor without a parent. `offsets`: its row and column offsets, if they may be used.
     pub(crate) fn plan_alone(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         sample: &Sample,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
@@ -290,7 +295,7 @@ impl CpuEngine {
     /// Makes the plan from the cheapest candidate of the sample and whether that uses row and column offsets.
     fn plan_found(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         (best, by_offsets): (Option<Candidate>, bool),
         sample: &Sample,
         offsets: Option<&[u8]>,
@@ -304,7 +309,7 @@ impl CpuEngine {
         let is_all = sample.values.len() == about.bytes;
         if known.is_none() && is_all && about.preset != Preset::Fast {
             let simpler =
-                if by_offsets { *about } else { About { preset: Preset::Fast, ..*about } };
+                if by_offsets { *about } else { TensorFacts { preset: Preset::Fast, ..*about } };
             return self.smaller_of_small(about, plan, sample, None, scratch, |s| {
                 self.plan_alone(&simpler, sample, None, s)
             });
@@ -313,7 +318,7 @@ impl CpuEngine {
         // next time everything is.
         let now = Choice::of(about, sample.values.len(), (&plan, planes), (bits, bits));
         let choice = match known {
-            Some(choice) => choice.made_again(now).filter(|_| choice.holds(bits)),
+            Some(choice) => choice.renewed(now).filter(|_| choice.holds(bits)),
             None => now,
         };
         Ok(TensorPlan { choice, ..plan })
@@ -323,23 +328,25 @@ impl CpuEngine {
     /// `None` if it is not close to what it was.
     fn alone_again(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         choice: Choice,
         sample: &Sample,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Option<(Option<Candidate>, bool)>> {
         let about = &about.again(choice);
-        let best = match (choice.way, offsets) {
-            (Way::Direct, _) => {
+        let best = match (choice.method, offsets) {
+            (Method::Direct, _) => {
                 let values = (&sample.values[..], &mut Counted::default());
-                self.best(about, values, Of::Values, scratch)?
+                self.best(about, values, SampleKind::Values, scratch)?
             }
-            (Way::Rank1, Some(offsets)) => self.by_offsets(about, sample, offsets, &[], scratch)?,
+            (Method::Rank1, Some(offsets)) => {
+                self.by_offsets(about, sample, offsets, &[], scratch)?
+            }
             _ => None,
         };
         let best = best.filter(|best| choice.holds(best.bits));
-        Ok(best.map(|best| (Some(best), choice.way == Way::Rank1)))
+        Ok(best.map(|best| (Some(best), choice.method == Method::Rank1)))
     }
 
     /// For a tensor that the sample holds whole: the plan that encodes it smaller, `plan` or that
@@ -347,7 +354,7 @@ impl CpuEngine {
     /// hardly include, are a large part of it.
     fn smaller_of_small(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         plan: TensorPlan,
         sample: &Sample,
         parent: Option<&[u8]>,
@@ -381,13 +388,17 @@ impl CpuEngine {
     /// The cheaper of plain values and values predicted by row and column offsets, and whether it is the latter.
     fn alone(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         sample: &Sample,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<(Option<Candidate>, bool)> {
-        let direct =
-            self.best(about, (&sample.values, &mut Counted::default()), Of::Values, scratch)?;
+        let direct = self.best(
+            about,
+            (&sample.values, &mut Counted::default()),
+            SampleKind::Values,
+            scratch,
+        )?;
         let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
             return Ok((direct, false));
         };
@@ -400,7 +411,7 @@ impl CpuEngine {
     /// parent's values, if they have a share.
     fn by_offsets(
         &self,
-        about: &About<'_>,
+        about: &TensorFacts<'_>,
         sample: &Sample,
         offsets: &[u8],
         parent: &[u8],
@@ -420,8 +431,12 @@ impl CpuEngine {
             offsets.predict_range(self.kernels, run.start, before, &mut room)?;
             self.kernels.sub_magnitudes(width, &mut residuals[bytes], &room);
         }
-        let mut best =
-            self.best(about, (&residuals, &mut Counted::default()), Of::Residuals, scratch)?;
+        let mut best = self.best(
+            about,
+            (&residuals, &mut Counted::default()),
+            SampleKind::Residuals,
+            scratch,
+        )?;
         if let Some(best) = best.as_mut() {
             best.bits += stored;
         }
@@ -447,7 +462,7 @@ pub(crate) fn nvcomp(dtype: DType) -> TensorPlan {
 
 /// The plan of a tensor from its cheapest candidate. `needs`: side data that its chunks need.
 fn finish(
-    about: &About<'_>,
+    about: &TensorFacts<'_>,
     best: Option<Candidate>,
     plan: impl FnOnce(LayoutId) -> Plan,
     needs: Option<(SideKind, &[u8])>,

@@ -107,7 +107,7 @@ impl<'a> Offsets<'a> {
         }
         let values = tensor.shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
         if Some(offsets.values()) != values || tensor.dtype.size() != bytes {
-            return Err(Error::corrupt("offsets are not for as many values as the tensor has"));
+            return Err(Error::corrupt("offsets are for a different number of values"));
         }
         Ok(offsets)
     }
@@ -199,7 +199,7 @@ impl<'a> Offsets<'a> {
     ) -> Result<()> {
         if self.share != 0 && parent.len() != out.len() {
             let (own, others) = (out.len(), parent.len());
-            return Err(Error::corrupt(format!("{others} bytes of a parent for {own} bytes")));
+            return Err(Error::corrupt(format!("the parent has {others} bytes instead of {own}")));
         }
         self.check_range(start, out.len())?;
         let (bytes, cols) = (self.width.bytes(), self.cols() as u64);

@@ -14,17 +14,16 @@
         ...
         checkpoint = store.load_checkpoint()
 
-`open` reads single tensors of a file, and parts of them. `s4weights.numpy` does all this with arrays of
-NumPy, without PyTorch. `patch` has programs that call
-`torch.save` and `torch.load` use ``.s4w`` files as they are.
+`open` reads individual tensors of a file, whole or in part. `s4weights.numpy` saves, loads and
+opens files with NumPy arrays, without PyTorch. `patch` makes unmodified programs that call
+`torch.save` and `torch.load` use ``.s4w`` files.
 
-Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are
-there already. `verify` checks a file without PyTorch, and `inspect` shows what is in it.
+Tensors on CUDA devices are encoded and decoded on the device. `load_into` fills existing tensors
+in place. `verify` checks a file without PyTorch, and `inspect` shows what is in it.
 
-All functions may be called from several threads at once, and so may the methods of a store;
-their arguments (tensors, streams) are the caller's to protect. Ctrl-C interrupts any call within
-a second.
-Warnings go to the logger ``s4weights`` and those below it, such as ``s4weights.store``; a program
+All functions, and the methods of a store, may be called from several threads at once; protecting
+their arguments (tensors, streams) is up to the caller. Ctrl-C interrupts any call within a second.
+Warnings go to the logger ``s4weights`` and its children, such as ``s4weights.store``; a program
 that has not set up `logging` sees them on stderr.
 """
 

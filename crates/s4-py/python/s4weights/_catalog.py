@@ -1,4 +1,4 @@
-"""What a store lists, and taking care of it: the part of `CheckpointStore` that moves no values."""
+"""Listing and maintenance: the part of `CheckpointStore` that neither saves nor loads values."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Catalog(ABC):
 
     @abstractmethod
     def _open(self, mode: str) -> _core.Store:
-        """The native store, opened."""
+        """The native store, opened if need be."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """Waits for a save in the background."""
+        """Waits for the background save, if any."""
 
     @abstractmethod
     def _watch(self, tracker: Progress) -> _core.Progress:
-        """What native work calls while it runs."""
+        """The function that native work calls while it runs."""
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint; ``None`` if there is none, or no store yet."""
@@ -57,34 +57,35 @@ class Catalog(ABC):
     def delete(self, step: int | str) -> None:
         """Takes a checkpoint, or all of a step, off the list. `gc` deletes the data later.
 
-        Raises `ConflictError` if it is pinned, or needed by another: `rebase` that one first.
+        Raises `ConflictError` if the checkpoint is pinned, or if another one needs it: `rebase`
+        that other one first.
         """
         self._settle()
         self._open("open").retire([entry.id for entry in self._all(step)], "deleted")
 
     def undelete(self, ids: str | Iterable[str]) -> Entries:
         """Lists checkpoints again that were deleted, or that retention took off the list, by their
-        ids, together with those that they are deltas of. Possible until `gc` has given up
-        their data: `ConflictError` after that. Returns what is listed again.
+        ids, together with the ones that they are deltas of. This is possible until `gc` has given
+        up their data, and raises `ConflictError` after that. Returns the entries listed again.
         """
         self._settle()
         wanted = [ids] if isinstance(ids, str) else [*ids]
         return [listed(item) for item in json.loads(self._open("open").unretire(wanted))]
 
     def pin(self, step: int | str) -> None:
-        """Protects a checkpoint from being deleted, by retention too."""
+        """Protects a checkpoint from deletion, including by retention."""
         self._open("open").pin(self._find(step).id, True)
 
     def unpin(self, step: int | str) -> None:
-        """Ends a protection."""
+        """Ends the protection of a checkpoint by `pin`."""
         self._open("open").pin(self._find(step).id, False)
 
     def verify(self, step: int | str | None = None, *, read_data: bool = True) -> dict[str, Any]:
-        """Checks one checkpoint, or all: hashes, and with ``read_data`` every value.
+        """Checks one checkpoint, those of a step, or all: hashes, with ``read_data`` all values.
 
-        Returns what was seen: ``clean``; ``findings``, what is damaged; ``unusable``, what needs
-        that; ``restores`` and ``does_not_restore``, the ids of the checkpoints that were checked,
-        each in one of the two.
+        Returns a report: ``clean``; ``findings``, what is damaged; ``unusable``, the checkpoints
+        that need something damaged; ``restores`` and ``does_not_restore``, the ids of the checked
+        checkpoints, each in one of the two lists.
         """
         self._settle()
         only = [] if step is None else [entry.id for entry in self._all(step)]
@@ -102,9 +103,9 @@ class Catalog(ABC):
         (at least a day, in seconds), and of saves that were never finished.
 
         Args:
-            dry_run: only tell what would be deleted.
+            dry_run: only report what would be deleted.
             grace: time for running loads and saves to finish.
-            exclusive: nobody else uses the store now: any grace will do.
+            exclusive: nobody else uses the store now, so ``grace`` may be less than a day.
         """
         self._settle()
         seconds = grace.total_seconds() if isinstance(grace, timedelta) else float(grace)
@@ -112,8 +113,8 @@ class Catalog(ABC):
         return report
 
     def rebase(self, step: int | str, *, progress: ProgressArgument = None) -> CheckpointEntry:
-        """Rewrites a delta as a base, which replaces it once every value has been compared.
-        Then what it was a delta of can be deleted.
+        """Rewrites a delta as a base, which replaces it once every value has been compared. After
+        that its former parent can be deleted.
         """
         self._settle()
         found = self._find(step)
@@ -124,7 +125,9 @@ class Catalog(ABC):
             tracker.close()
 
     def apply_retention(self, retention: Retention | int | None = None) -> Ids:
-        """Takes off the list what a policy, or the store's, does not keep. Returns the ids."""
+        """Takes checkpoints off the list that a policy (by default the store's) does not keep.
+        Returns their ids.
+        """
         policy = Retention.of(retention) or self.retention
         if policy is None:
             raise ValueError("no retention was given, neither here nor to the store")

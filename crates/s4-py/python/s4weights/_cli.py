@@ -1,4 +1,6 @@
-"""The command ``s4w``: the native program, and PyTorch's own files and folders, which need PyTorch."""
+"""The command ``s4w``: runs the native program, and handles PyTorch's own files and folders, for
+which PyTorch is needed.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
 EXIT_DAMAGED, EXIT_USAGE, EXIT_IO, EXIT_UNSUPPORTED, EXIT_CONFLICT = 1, 2, 3, 4, 5
 
-#: Options with a word after them, and those of one letter.
+#: Options that take a value, and the long names of one-letter options.
 _VALUED = frozenset(["--option", "--preset", "--simd", "--threads", "--timeout"])
 _SHORT = {"f": "--force", "h": "--help", "o": "--option", "q": "--quiet"}
 
@@ -49,11 +51,11 @@ _NO_TEXT = "a name is not text: UTF-8 expected"
 
 
 class _UsageError(Exception):
-    """What was asked for makes no sense."""
+    """The command line makes no sense."""
 
 
 class _Line(NamedTuple):
-    """A command line: what it names, the verb first, and its options with their values."""
+    """A command line: its names, beginning with the verb, and its options with their values."""
 
     names: list[str]
     options: list[tuple[str, str]]
@@ -71,9 +73,9 @@ class _Line(NamedTuple):
         return None if given is None else int(given)
 
     def require(self, names: int, usage: str, *options: str) -> None:
-        """Refuses names too many, and options that this has no use for."""
+        """Raises `_UsageError` for more names than ``names``, or for unknown options."""
         known = {"--quiet", "--force", *options}
-        # The value of an option may be a secret.
+        # Only names are reported: the value of an option may be a secret.
         unknown = sorted({name for name, _ in self.options} - known)
         if unknown or len(self.names) > names:
             what = f"no option {unknown[0]}" if unknown else f"no more than {names - 1} names"
@@ -103,13 +105,13 @@ def _split(arguments: Sequence[str]) -> _Line:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; gives its exit code."""
+    """Runs the command line; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     line = _split(arguments)
     convert = None if line.has("--help") else _converter(line)
     if convert is not None:
         return _run(line, convert)
-    # The native program knows no other way to be stopped than the system's.
+    # Ctrl-C can only stop the native program through the system's default action.
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
     try:
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _converter(line: _Line) -> Callable[[_Line], str] | None:
-    """What does the work, if it takes PyTorch."""
+    """The function that does the work, if that needs PyTorch; otherwise ``None``."""
     names = line.names
     if names[:1] == ["compress"] and len(names) > 1:
         return _compress if names[1].endswith(PICKLES) or os.path.isdir(names[1]) else None
@@ -136,7 +138,7 @@ def _converter(line: _Line) -> Callable[[_Line], str] | None:
 
 
 def _is_object(source: str) -> bool:
-    """Whether a file holds more than tensors, and PyTorch is there to write all of it."""
+    """Whether a file holds more than tensors, and PyTorch is installed to write all of it."""
     if is_url(source) or importlib.util.find_spec("torch") is None:
         return False
     try:
@@ -145,7 +147,7 @@ def _is_object(source: str) -> bool:
             return False
         return reader.form() != "tensors" or _is_distributed(reader)
     except (S4Error, OSError):
-        # The native program says what is wrong.
+        # The native program will say what is wrong.
         return False
 
 
@@ -199,7 +201,7 @@ def _message(error: Exception) -> str:
 
 
 def _visible(text: str) -> str:
-    """A message without what a terminal would obey: names come from files of others."""
+    """Escapes control characters in a message: names come from files that others wrote."""
     hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return "".join(
         f"\\u{{{ord(c):x}}}" if c != "\n" and unicodedata.category(c) in hidden else c for c in text
@@ -217,7 +219,7 @@ def _compress(line: _Line) -> str:
     if len(line.names) > 2:
         target = line.names[2]
     elif is_folder:
-        # Of `.` and `..` the name is known to the system only.
+        # `.` and `..` must be resolved to get the folder's name.
         plain = source.rstrip(os.sep) or source
         is_dots = os.path.basename(plain) in ("", ".", "..")
         target = f"{os.path.realpath(source) if is_dots else plain}.s4w"
@@ -255,7 +257,7 @@ def _decompress(line: _Line) -> str:
     target = line.names[2] if len(line.names) > 2 else str(Path(source).with_suffix(".pt"))
     _check_output(source, target, line)
     trusted = line.has("--trusted")
-    # Whether it can be written is not found out at the end of the work.
+    # Fails early if the file cannot be written.
     _require_folder(target)
     from ._cli_torch import write_file
     from ._load import load
@@ -292,14 +294,14 @@ def _restore(line: _Line) -> str:
         try:
             uuid.UUID(step)
         except ValueError:
-            what = f"`{which}` is no step, no checkpoint's id, and not `latest`"
+            what = f"`{which}` is not a step, a checkpoint's id or `latest`"
             raise _UsageError(what) from None
     _check_output(None, target, line)
     _require_folder(target)
     from . import CheckpointStore
     from ._cli_torch import write_file
 
-    # Read-only it opens a damaged log, too, with a warning.
+    # Read-only, a store with a damaged log can be opened, too, with a warning.
     with CheckpointStore(url, storage_options=storage, read_only=True) as store:
         native = store._open("open")
         entry = store._find(step)
@@ -316,7 +318,7 @@ def _restore(line: _Line) -> str:
             if is_distributed:
                 state = _put_together(reader, where)
             else:
-                # The id of a checkpoint stands for a step.
+                # The id of a checkpoint can take the place of a step.
                 state = store.load_checkpoint(entry.id, map_location="cpu", weights_only=True)
         except UnsafeLoadError as error:
             steps = f"s4weights.load_checkpoint({store.url!r}, {entry.id!r}, weights_only=False) loads it"
@@ -326,7 +328,7 @@ def _restore(line: _Line) -> str:
 
 
 def _put_together(reader: _core.Reader, where: str) -> Any:
-    # Not every PyTorch has what that takes.
+    # Imported late: not every build of PyTorch has what it needs.
     from ._cli_dcp import put_together
 
     return put_together(reader, where)
@@ -349,7 +351,7 @@ def _unsafe(where: str, error: UnsafeLoadError, steps: str) -> UnsafeLoadError:
 
 
 def _check_output(source: str | None, target: str, line: _Line) -> None:
-    """Refuses to write over what is read, and without ``--force`` over anything: as the native program."""
+    """Refuses to overwrite the input or, without ``--force``, anything, as the native program."""
     source_path = None if source is None else _local(source)
     target_path = _local(target)
     if source is not None and (source == target or _is_same(source_path, target_path)):
@@ -378,7 +380,7 @@ def _is_object_there(url: str) -> bool:
     except (CorruptDataError, LimitError, UnsupportedFormatError):
         return True
     except StorageError as error:
-        # Where only writing is allowed, nobody can tell.
+        # Whoever is allowed only to write cannot find out.
         if error.errno != errno.EACCES:
             raise
         return False
@@ -394,7 +396,7 @@ def _local(name: str) -> str | None:
 
 
 def _require_folder(target: str) -> None:
-    """Says before any work is done that a file cannot be written there, as far as that can be known."""
+    """Raises before any work is done if it is already clear that the file cannot be written."""
     if is_url(target):
         what = f"{target}: a PyTorch file is written to a path, not to a URL: name one"
         raise UnsupportedFormatError(what)

@@ -1,4 +1,4 @@
-"""Distributed checkpoints, put together from their pieces for the command line."""
+"""Puts distributed checkpoints together from their pieces, for the command line."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ._dcp_wrapped import MARK
 from ._errors import CorruptDataError, UnsafeLoadError, UnsupportedFormatError
 from ._storages import dtype_name
 
-#: The blob that says how they are put together.
+#: The blob that says how the pieces fit together.
 BLOB = "dcp"
 
 
 def put_together(reader: _core.Reader, where: str) -> dict[str, Any]:
-    """The nested state dict of a distributed checkpoint, as `dcp_to_torch_save` makes one of a folder: each
-    tensor in one piece. Nothing that is pickled there runs.
+    """The nested state dict of a distributed checkpoint, each tensor in one piece, as
+    `dcp_to_torch_save` makes it from a folder. No pickled code runs.
     """
     metadata, names = from_json(reader.blob(BLOB), where)
     planner = metadata.planner_data
@@ -50,7 +50,7 @@ class _Stored:
     def __init__(self, reader: _core.Reader, names: dict[MetadataIndex, str]) -> None:
         self._reader, self._names = reader, names
         self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
-        #: What is read at the end, on all threads: number, address, bytes.
+        #: What is read at the end, on all threads: tensor index, address, bytes.
         self._wanted: list[tuple[int, int, int]] = []
 
     def _find(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, str, tuple[int, ...]]:
@@ -81,13 +81,13 @@ class _Stored:
             raise UnsafeLoadError(str(error), key_path=fqn) from error
 
     def tensor(self, fqn: str, entry: TensorStorageMetadata) -> torch.Tensor:
-        """A tensor, of its pieces. Those that are not one run of its values are read at once, each alone; the
-        others by `fill`.
+        """A tensor, put together from its pieces. Pieces that are contiguous in it are read later,
+        by `fill`; the others are read here, one by one.
         """
         size, dtype = tuple(entry.size), entry.properties.dtype
         pieces = _pieces(fqn, size, [_record(chunk) for chunk in entry.chunks])
         numbers = {}
-        # What is claimed is bounded by what is there.
+        # Checked before allocating: metadata may claim any size, but the pieces must exist.
         for offset, lengths in pieces.items():
             numbers[offset], kind, shape = self._find(fqn, offset)
             if (kind, shape) != (dtype_name(dtype), lengths):
@@ -109,13 +109,13 @@ class _Stored:
         return whole
 
     def fill(self) -> None:
-        """Reads what is left."""
+        """Reads the remaining pieces."""
         if self._wanted:
             self._reader.read_into(self._wanted, None)
 
 
 def _record(chunk: Any) -> ChunkStorageMetadata:
-    """A piece of the metadata, as that of a folder is checked."""
+    """A piece in the form that `_pieces` checks."""
     record = ChunkStorageMetadata()
     record.state = {"offsets": tuple(chunk.offsets), "sizes": tuple(chunk.sizes)}
     return record

@@ -1,4 +1,4 @@
-"""PyTorch's own files, for the command line: read without running what is pickled in them, and written."""
+"""Reads PyTorch's own files for the command line, without running pickled code, and writes them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ._errors import CorruptDataError, StorageError, UnsafeLoadError, Unsupporte
 from ._explain import find_refused, is_broken
 from ._sources import _HEAD, _is_safetensors
 
-#: Pickles of an old file of `torch.save`: a number, a version, facts of the machine, and the object.
+#: The pickles in a file of `torch.save`'s old format, up to the object: a magic number, a version,
+#: properties of the machine, and the object.
 _OLD_PICKLES = 4
-#: Characters of a message of PyTorch's that are passed on.
+#: The most characters of a message of PyTorch's that errors quote.
 _MAX_SAID = 300
 
 
@@ -31,7 +32,7 @@ def read_file(path: str) -> Any:
     """
     if _is_program(path):
         what = (
-            f"{path}: a program of TorchScript, not a file of torch.save. In Python, "
+            f"{path}: a TorchScript program, not a file of torch.save. In Python, "
             f"torch.jit.load({path!r}).state_dict() gives its tensors, for s4weights.save"
         )
         raise UnsupportedFormatError(what)
@@ -54,7 +55,7 @@ def _is_program(path: str) -> bool:
 
 
 def _explained(path: str, error: Exception) -> Exception:
-    """Why PyTorch could not load a file: because it is damaged, or because of what it is."""
+    """The error for a file that PyTorch could not load: it is damaged, or of another kind."""
     with open(path, "rb") as file:
         head = file.read(_HEAD)
     if _core.is_s4w(head):
@@ -62,13 +63,13 @@ def _explained(path: str, error: Exception) -> Exception:
     if _is_safetensors(head):
         what = f"{path}: a safetensors file: give it a name that ends with .safetensors"
         return UnsupportedFormatError(what)
-    said = f"{path}: damaged, or no file of torch.save: {brief(error)}"
+    said = f"{path}: damaged, or not a file of torch.save: {brief(error)}"
     try:
         stream = _pickle_of(path)
     except (RuntimeError, ValueError):
         return CorruptDataError(said)
     if stream is None:
-        return UnsupportedFormatError(f"{path}: a pickle, but none that torch.save wrote")
+        return UnsupportedFormatError(f"{path}: a pickle, but not one that torch.save wrote")
     if is_broken(stream) or not isinstance(error, pickle.UnpicklingError):
         return CorruptDataError(said)
     place, name = next(iter(find_refused(stream)), (None, None))
@@ -99,8 +100,8 @@ def _pickle_of(path: str) -> bytes | None:
 
 
 def brief(error: BaseException) -> str:
-    """What a message of PyTorch's says of the file: it goes on with advice for callers of `torch.load`."""
-    # Of some, such as a `KeyError`, the message is no more than a number.
+    """What PyTorch's message says about the file, without its advice to callers of `torch.load`."""
+    # The message of some errors, such as a `KeyError`, is just a number.
     text = str(error).strip() if " " in str(error) else repr(error)
     _, found, rest = text.partition("WeightsUnpickler error: ")
     line = (rest if found else text).strip().split("\n", 1)[0].split(". ", 1)[0].strip()
@@ -108,8 +109,8 @@ def brief(error: BaseException) -> str:
 
 
 def write_file(state: object, target: str) -> None:
-    """As `torch.save`, under a temporary name first. A link stays a link, and a file that is replaced
-    leaves its permissions and, where the system allows it, its owner.
+    """As `torch.save`, but under a temporary name first. A link stays a link, and a file that
+    replaces another gets its permissions and, where the system allows it, its owner.
     """
     path = Path(os.path.realpath(target))
     temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}.tmp")

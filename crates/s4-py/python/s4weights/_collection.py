@@ -1,4 +1,4 @@
-"""Keeps the garbage collector from coming by while thousands of small objects are made."""
+"""Keeps the garbage collector from running while thousands of small objects are created."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import gc
 
 
 class NoCollection:
-    """No collection, which many new objects set off: it looks at everything that PyTorch has made."""
+    """Suspends garbage collection. Many new objects would trigger it, and each run visits every
+    object that PyTorch has created.
+    """
 
     def __enter__(self) -> None:
         self._collects = gc.isenabled()

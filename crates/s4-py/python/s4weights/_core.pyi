@@ -1,4 +1,4 @@
-"""The native module. Addresses are those of host memory that the caller keeps alive."""
+"""The native module. Addresses are those of memory that the caller keeps alive."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -24,25 +24,25 @@ Progress: TypeAlias = Callable[[int], object]
 """Called now and then with the bytes that a call has done; what it raises cancels the call."""
 
 def copy_memory(items: Sequence[tuple[int, int, int]], threads: int | None) -> None:
-    """Copies host memory on several threads: for each item the address to copy to, the address to
-    copy from, and bytes.
+    """Copies host memory on several threads. Each item is a destination address, a source address
+    and a size in bytes. ``threads`` defaults to the number of cores.
     """
 
 def dtypes() -> list[str]:
-    """The names of the dtypes that the format has: PyTorch's, without ``torch.``."""
+    """The names of the dtypes that the format supports: PyTorch's names, without ``torch.``."""
 
 def close_log() -> None:
-    """Passes on what is still to be logged, and logs nothing later: for when the process ends."""
+    """Called before the interpreter exits: delivers what is queued, and starts no more threads."""
 
 def reset_log() -> None:
-    """Forgets what the parent process would log: for the child after a fork."""
+    """Called in the child after a fork: drops log records that are the parent's to deliver."""
 
 def panic_on_purpose() -> None:
-    """Panics in native code: lets tests see what becomes of that."""
+    """Panics in native code, so that tests can check how a panic is reported."""
 
 def freeze(obj: object) -> tuple[object, list[int]] | None:
-    """A copy of an object in which nothing but tensors can change, and the numbers of the CUDA devices that they
-    are on; ``None``: it holds what cannot be copied like that.
+    """A copy of an object in which only tensors can still change, and the ordinals of the CUDA
+    devices that they are on; ``None`` if it holds anything that cannot be copied that way.
     """
 
 def give_way() -> None:
@@ -55,74 +55,78 @@ def ends_s4w(end: bytes) -> bool:
     """Whether bytes end like a ``.s4w`` file."""
 
 def first_len(data: bytes, start: int) -> int | None:
-    """Length of the ``.s4w`` file that begins at a place in some bytes, whatever follows it; ``None`` if
-    it has no whole footer.
+    """Length of the ``.s4w`` file that begins at offset ``start`` of ``data``, whatever follows
+    it; ``None`` if it has no complete footer.
     """
 
 def look_at(path: str) -> tuple[bytes, bool] | None:
-    """The first bytes of a file, and whether these or its last ones are those of a ``.s4w`` file;
-    ``None`` if it cannot be looked at, or is no ordinary file.
+    """The first bytes of a file, and whether its first or last bytes identify it as a ``.s4w``
+    file; ``None`` if it cannot be read, or is not a regular file.
     """
 
 def is_whole(tail: bytes, size: int) -> bool:
-    """Whether the last bytes of a file are those of one ``.s4w`` file of its size."""
+    """Whether ``tail`` ends a single ``.s4w`` file of exactly ``size`` bytes."""
 
 def is_url(text: str) -> bool:
-    """Whether a text names an object store or a ``file:`` URL rather than a path."""
+    """Whether a text is the URL of an object store or a ``file:`` URL rather than a path."""
 
 def command_line(arguments: Sequence[str]) -> int:
-    """Runs ``s4w`` with arguments; gives its exit code."""
+    """Runs ``s4w`` with these arguments; returns its exit code."""
 
 def write_tree(obj: object, number: Callable[[Any, str], int]) -> str | None:
-    """The tree of an object as JSON; ``None`` if it cannot be one. ``number`` is asked once for each object
-    that is neither a plain value nor a container, with its path as a unique name, for the number of a
-    tensor of the file.
+    """The tree of an object as JSON; ``None`` if the object does not fit into a tree. ``number``
+    is called once for each object that is neither a plain value nor a container, with the object
+    and its path as a unique name; it returns the index of a tensor of the file.
     """
 
 class Storages:
-    """The storages of an object's tensors, numbered as they are met, each the tensor of a file that it
-    becomes. It keeps them alive.
+    """The storages of an object's tensors, in the order in which they are found. The index of a
+    storage is that of the tensor that it becomes in a file. Keeps the storages alive.
     """
 
     def __len__(self) -> int: ...
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all storages."""
 
     def tree(self, obj: object, patiently: bool = False) -> str | None:
-        """The object's tree as JSON, with its tensors' storages numbered; ``None`` if it cannot be one: then
-        this object is to be thrown away. ``patiently``: other threads get Python's lock meanwhile, and do not
-        change the object. Raises `S4Error` for tensors whose storage was freed.
+        """The object's tree as JSON; adds the storages of its tensors. ``None`` if the object does
+        not fit into a tree; this `Storages` must then be discarded. ``patiently``: other threads
+        get the GIL from time to time, and must not change the object meanwhile. Raises `S4Error`
+        for tensors whose storage was freed.
         """
 
     def roles(self, obj: object) -> str | None:
-        """What tensors are to an optimizer, as JSON, if the object has one; weights and the optimizer's
-        state are in different groups from then on.
+        """Puts weights and the optimizer's state into different groups. Returns the role table
+        (what each tensor is to the optimizer) as JSON, if there is one.
         """
 
     def find(self, storage: Any) -> int | None:
-        """The number of a storage, if it has been met."""
+        """The index of a storage; ``None`` if it was not added."""
 
     def add(self, storage: Any, name: str, dtype: Any, shape: Sequence[int] | None) -> int:
-        """Numbers a storage that has not been met; without a shape it is one dimension of all there is."""
+        """Adds a new storage and returns its index. Without a shape it is stored as one dimension
+        that covers the whole storage.
+        """
 
     def get(self, numbers: Sequence[int]) -> list[Any]:
-        """Storages by their numbers."""
+        """The storages with these indices."""
 
     def devices(self) -> list[int]:
-        """The numbers of the CUDA devices that have values."""
+        """The ordinals of the CUDA devices that hold values."""
 
     def sources(self, streams: Mapping[int, int]) -> Sources:
-        """Where the values are. ``streams``: of the CUDA devices on which values are to be read, by number,
-        the stream to read them on.
+        """Where the values are. ``streams`` has the CUDA devices on which values will be read, by
+        ordinal, and for each the stream to read them on. Values on other devices must be copied
+        to the host first.
         """
 
 class Sources:
-    """Where values are that are to be written. The caller keeps them alive."""
+    """Values to be written, wherever they are. The caller keeps their memory alive."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int) -> PlacedSource: ...
     def nbytes(self, first: int = ..., end: int = ...) -> int:
-        """Bytes of those from ``first`` to before ``end``."""
+        """Bytes of the values with indices from ``first`` up to, not including, ``end``."""
 
     def on_devices(self) -> list[tuple[int, int, Where]]:
         """Address, bytes and place of values on CUDA devices."""
@@ -131,15 +135,17 @@ class Sources:
         """Bytes on CUDA devices."""
 
     def on_host(self, elsewhere: bool = ...) -> list[tuple[int, int]]:
-        """Numbers and bytes of values in host memory; with ``elsewhere``, of those that must be copied there
-        first. Without those of no bytes.
+        """Indices and sizes of the values in host memory or, with ``elsewhere``, of those that must
+        be copied there first. Empty values are left out.
         """
 
     def put(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Says that values were copied to host memory: number and address of each."""
+        """Records that values were copied to host memory: index and new address of each."""
 
     def move_to(self, places: Sequence[tuple[int, Where]]) -> None:
-        """Says that all values on CUDA devices were copied: address and place of each copy, in order."""
+        """Records that all values on CUDA devices were copied: address and place of each copy, in
+        the order of `on_devices`.
+        """
 
 class Compressed:
     """A compressed tensor in memory; ``len`` is its size in bytes."""
@@ -147,103 +153,108 @@ class Compressed:
     def __len__(self) -> int: ...
 
 class CudaEngine:
-    """Encodes and decodes on CUDA devices, with so many bytes of memory on each while it works.
+    """Encodes and decodes on CUDA devices, with up to ``scratch`` bytes of memory on each while it
+    works.
 
-    Raises `S4Error` where there is no CUDA that can be used. It keeps page-locked host memory: ``frames``
-    bytes at most for what it encoded or copied there, besides its ring.
+    Raises `S4Error` if CUDA cannot be used. It keeps page-locked host memory: its ring, and at most
+    ``frames`` bytes for encoded frames and copies.
     """
 
     def __new__(cls, scratch: int, frames: int) -> CudaEngine: ...
     def open(self, ordinal: int) -> None:
-        """Opens a device, takes the scratch memory and gives it back."""
+        """Opens a device, and allocates and frees its scratch memory: problems show up now."""
 
     def copy(self, sources: Sources, leave: Mapping[int, int]) -> DeviceCopies:
-        """Queues copies of values on devices, on the streams that they are used on: after what was queued
-        there before, and before all that is queued later.
+        """Queues copies of the values on devices, on the streams that they are used on: after the
+        work that is queued there already, and before any that is queued later.
 
-        ``leave``: bytes of each device's memory, by its number, that must stay free. Raises `LimitError`
-        if there is no room for the copies besides.
+        ``leave``: bytes of memory that must stay free on each device, by ordinal. Raises
+        `LimitError` if the copies do not fit.
         """
 
     def copy_to_host(self, sources: Sources) -> HostCopies:
-        """Copies values on devices to page-locked memory of the host, behind what was queued on their streams
-        before. The copies are made when it returns.
+        """Copies the values on devices to page-locked host memory, after the work that is queued on
+        their streams. The copies are complete when this returns.
 
-        Raises `LimitError` if ``frames`` leave no room for them.
+        Raises `LimitError` if the limit ``frames`` leaves no room for them.
         """
 
     def memory(self, ordinal: int) -> tuple[int, int]:
         """Free and total bytes of a device's memory, as the driver counts them."""
 
     def after(self, ordinal: int, stream: int) -> int:
-        """The handle of a stream of the engine's own that comes after what was queued on another until
-        now.
+        """The handle of a stream of the engine's own that waits for the work queued on ``stream``
+        so far.
         """
 
     def chunks(self) -> tuple[int, int, int]:
         """Chunks done by the kernels, by the CPU, and by the CPU after the kernels refused them."""
 
     def frame_memory(self) -> tuple[int, int, int, int]:
-        """Page-locked memory for encoded frames and copies: bytes that were taken from the system, that are
-        idle, and that may be taken at most; and how often the system was asked for some.
+        """Page-locked memory for encoded frames and copies: bytes taken from the system, the idle
+        part of them, and the limit; and how many times memory was taken.
         """
 
     def limit_frame_memory(self, bytes: int) -> None:
-        """Sets the most page-locked memory for encoded frames; what is idle beyond it goes back at once."""
+        """Limits the page-locked memory for encoded frames; idle memory beyond that is returned to
+        the system at once.
+        """
 
     def grow_frame_memory(self, bytes: int) -> bool:
-        """Takes one more piece of it, unless what was taken has room for so many bytes, or may not be more;
-        returns whether it did.
+        """Takes one more piece of that memory from the system, unless there is room for ``bytes``
+        of frames already, or the limit is reached; returns whether it did.
         """
 
     def trim_frame_memory(self) -> None:
-        """Gives page-locked memory for encoded frames that is idle back to the system."""
+        """Returns idle page-locked memory for encoded frames to the system."""
 
     def scratch_high_water(self, ordinal: int) -> int:
-        """The most device memory, in bytes, that was held at once."""
+        """The most memory, in bytes, that the engine held on a device at once."""
 
 class HostCopies:
-    """Copies of tensors of CUDA devices in page-locked memory of the host."""
+    """Copies of CUDA tensors in page-locked host memory."""
 
     def addresses(self) -> list[int]:
-        """The address of each, in the order of the tensors."""
+        """The address of each copy, in the order of the tensors."""
 
     def nbytes(self) -> int:
-        """Bytes of host memory that they take."""
+        """Bytes of host memory that the copies take."""
 
     def free(self) -> None:
-        """Keeps the memory for the next copies. What reads these must be done."""
+        """Releases the memory to later copies. Nothing may be reading these any more."""
 
 class DeviceCopies:
-    """Copies of tensors in the memory of CUDA devices, in memory that the driver gave."""
+    """Copies of tensors on CUDA devices, in memory allocated from the driver."""
 
     def places(self) -> list[tuple[int, Where]]:
-        """Address and place of each, in the order of the tensors; their stream comes after the copies."""
+        """Address and place of each copy, in the order of the tensors. Work on the stream of a
+        place runs after the copy.
+        """
 
     def nbytes(self) -> int:
-        """Bytes of device memory that they take."""
+        """Bytes of device memory that the copies take."""
 
     def wait(self) -> None:
-        """Waits until the copies are made. Does nothing once they are freed."""
+        """Waits until the copies are complete. Does nothing once they are freed."""
 
     def hold(self, ordinal: int, stream: int) -> None:
-        """Has what is queued on a stream from now on wait for the copies."""
+        """Makes work that is queued on a stream from now on wait for the copies."""
 
     def free(self) -> None:
-        """Gives the memory back to the devices. What reads the copies must be done."""
+        """Frees the device memory. Nothing may be reading the copies any more."""
 
 class TensorCodec:
     """Compresses and decompresses tensors in memory: the codec without a file around it."""
 
     def __new__(cls, preset: str, threads: int | None, simd: str | None) -> TensorCodec: ...
     def compress(self, address: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Compressed:
-        """Compresses a tensor, whose memory is read during the call."""
+        """Compresses a tensor. Its memory is read during the call."""
 
     def decompress(self, tensor: Compressed, address: int, nbytes: int) -> None:
-        """Decompresses into memory of the tensor's size."""
+        """Decompresses into memory of exactly the tensor's size."""
 
 class Store:
-    """A checkpoint store. Calls may come from several threads. What is returned is JSON."""
+    """A checkpoint store. Calls may come from several threads. Strings returned are JSON."""
 
     def __new__(
         cls,
@@ -279,10 +290,11 @@ class Store:
         host_changes: bool,
         staging_memory: int | None,
     ) -> str:
-        """Saves a checkpoint; ``roles`` and ``tree`` are JSON. The tensors' memory is read during the
-        call, that of CUDA devices, which need an engine, until ``staged`` is called. With
-        ``host_changes`` that is true of all tensors. ``staging_memory``: bytes that may wait to be
-        uploaded until then; ``None``: all.
+        """Saves a checkpoint; ``roles`` and ``tree`` are JSON. Tensors on CUDA devices need an
+        engine; their memory is read until ``staged`` is called, that of host tensors until the
+        call returns. With ``host_changes``, host tensors are also read only until ``staged`` is
+        called. ``staging_memory``: bytes that may wait to be uploaded until then; ``None``: no
+        limit. Returns the entry and the report.
         """
 
     def list(self) -> str:
@@ -295,13 +307,13 @@ class Store:
         """Opens a checkpoint."""
 
     def open_alone(self, id: str) -> Reader:
-        """Opens a checkpoint without what it is a delta of."""
+        """Opens a checkpoint without its parent."""
 
     def stored_bytes(self, id: str) -> tuple[bytes, Sequence[bytes]]:
-        """The index of a checkpoint, and its objects, each compared with its hash."""
+        """The index of a checkpoint and its objects, each verified against its hash."""
 
     def pin(self, id: str, pinned: bool) -> None:
-        """Protects a checkpoint, or ends that."""
+        """Pins a checkpoint, or unpins it."""
 
     def retire(self, ids: Sequence[str], reason: str) -> int:
         """Takes checkpoints off the list."""
@@ -316,22 +328,24 @@ class Store:
         best: Sequence[tuple[str, int, bool]],
         protect: Sequence[str],
     ) -> Sequence[str]:
-        """Retires what a policy does not keep."""
+        """Retires the checkpoints that a policy does not keep; returns their ids."""
 
     def rebase(self, id: str, callback: Progress | None) -> str:
         """Rewrites a checkpoint as a base."""
 
     def sweep(self, grace_s: float, exclusive: bool, dry_run: bool) -> str:
-        """Deletes what nothing needs."""
+        """Deletes data that no listed checkpoint needs."""
 
     def check(self, read_data: bool, only: Sequence[str]) -> str:
-        """Checks checkpoints; all if none is named."""
+        """Checks some checkpoints, or all if ``only`` is empty."""
 
     def repo(self) -> str:
-        """What the store says of itself."""
+        """The contents of the store's ``repo.json``."""
 
 def begin_parts(store: Store, raw: int, base: bool) -> str:
-    """Begins a checkpoint of several processes, of ``raw`` bytes of tensors: what each is told."""
+    """Begins a checkpoint that several processes store together, of ``raw`` bytes of tensors.
+    Returns the ``part_of`` that every rank needs.
+    """
 
 def save_part(
     store: Store,
@@ -346,8 +360,8 @@ def save_part(
     host_changes: bool,
     staging_memory: int | None,
 ) -> tuple[bytes, int, int]:
-    """Stores a rank's tensors: the part, for the coordinator, and its bytes before and after. The last
-    three are as for `Store.save`.
+    """Stores a rank's tensors. Returns the part, for the coordinator, and its bytes before and
+    after compression. ``staged``, ``host_changes`` and ``staging_memory`` are as for `Store.save`.
     """
 
 def publish_parts(
@@ -361,16 +375,18 @@ def publish_parts(
     metrics: Mapping[str, float],
     tags: Mapping[str, str],
 ) -> str:
-    """Lists a checkpoint whose parts are stored, in the order of ranks. Returns what `Store.save` does."""
+    """Lists a checkpoint whose parts are stored. ``parts``: what `save_part` returned, in the order
+    of ranks. Returns what `Store.save` does.
+    """
 
 def give_up_parts(store: Store, part_of: str) -> None:
-    """Deletes what was stored of a checkpoint that was begun."""
+    """Gives up a checkpoint that was begun, and deletes what was stored of it."""
 
 class Writer:
-    """Writes one file, to one of a path, a URL and a stream with a ``write`` method.
+    """Writes one file. Exactly one of a path, a URL and a stream with a ``write`` method is given.
 
-    ``roles`` is the role table as JSON: planning may depend on it. The writer cannot be used any more
-    after `finish`, `abort` or an error.
+    ``roles`` is the role table as JSON: planning may depend on it. The writer cannot be used after
+    `finish`, `abort` or an error.
     """
 
     def __new__(
@@ -386,8 +402,8 @@ class Writer:
     def write(
         self, tensors: Sequence[TensorSource], groups: bytes, progress: Progress | None
     ) -> None:
-        """Encodes tensors. Their memory is read during the call. ``groups``: none, or one byte for
-        each tensor.
+        """Encodes tensors. Their memory is read during the call. ``groups``: the group of each
+        tensor, one byte each; empty: all are in the first group.
         """
 
     def write_sources(
@@ -399,9 +415,9 @@ class Writer:
         progress: Progress | None,
         ahead: int | None = ...,
     ) -> None:
-        """Encodes the values from ``first`` to before ``end``; those on CUDA devices need an engine. Nothing
-        reads their memory any more when this returns. ``ahead``: bytes of encoded values of devices that
-        may wait, in page-locked memory, to be written after that.
+        """Encodes the values with indices from ``first`` up to, not including, ``end``; those on
+        CUDA devices need an engine. Their memory is not read after this returns. ``ahead``: bytes
+        of encoded device values that may then still wait in page-locked memory to be written.
         """
 
     def finish(
@@ -410,13 +426,15 @@ class Writer:
         blobs: Mapping[str, bytes],
         metadata: Mapping[str, str],
     ) -> str:
-        """Makes the file visible and returns, as JSON, what was written."""
+        """Makes the file visible. Returns a report of what was written, as JSON."""
 
     def abort(self) -> None:
-        """Leaves nothing behind. Does nothing after `finish`."""
+        """Removes everything that was written. Does nothing after `finish`."""
 
 class Reader:
-    """Reads one file, from one of a path, a URL and bytes. Calls may come from several threads."""
+    """Reads one file. Exactly one of a path, a URL and bytes is given. Calls may come from several
+    threads at once.
+    """
 
     def __new__(
         cls,
@@ -429,26 +447,26 @@ class Reader:
         start: int = ...,
         end: int | None = ...,
     ) -> Reader:
-        """``start`` and ``end``: where in the bytes the file lies."""
+        """``start`` and ``end``: the range of ``data`` that is the file."""
 
     @staticmethod
     def in_memory(index: bytes, objects: Sequence[bytes], threads: int | None) -> Reader:
-        """Opens a checkpoint of a store: what `Store.stored_bytes` gave."""
+        """Opens a checkpoint of a store from what `Store.stored_bytes` returned."""
 
     def set_parent(self, parent: Reader) -> None:
-        """Gives it what it is a delta of. Raises `CorruptDataError` if that is another checkpoint."""
+        """Sets the parent. Raises `CorruptDataError` if it is not the checkpoint's parent."""
 
     def digests(self) -> tuple[str, str | None]:
-        """The hash that names the checkpoint, and that of the one that it is a delta of."""
+        """The hash that identifies the checkpoint, and that of its parent, in hexadecimal."""
 
     def tensors(self) -> list[TensorInfo]:
         """The tensors, in the order in which they were written."""
 
     def form(self) -> str:
-        """How the saved object is described: ``tensors``, ``tree`` or ``pickle``."""
+        """How the saved object is stored: ``tensors``, ``tree`` or ``pickle``."""
 
     def tree(self) -> str | None:
-        """The saved object as JSON."""
+        """The tree of the saved object, as JSON, if there is one."""
 
     def blob(self, name: str) -> bytes:
         """A named byte string."""
@@ -459,7 +477,9 @@ class Reader:
         progress: Progress | None,
         new: bool = ...,
     ) -> None:
-        """Decodes tensors into memory: number, address, bytes. ``new``: nobody has used it yet."""
+        """Decodes tensors into memory: tensor index, address, bytes. ``new``: the memory was not
+        used before, so large pages are worth asking for.
+        """
 
     def read_view(
         self,
@@ -468,13 +488,13 @@ class Reader:
         part: Sequence[tuple[int, int]],
         memory: tuple[int, int],
     ) -> None:
-        """Decodes part of an array that lies within a tensor, and no other chunks: the array's first
-        byte, bytes of an element and shape; the part's first index and end in each dimension;
-        address and bytes.
+        """Decodes part of an array that lies within a tensor, and only the chunks that it needs.
+        ``array``: its first byte, bytes per element and shape; ``part``: start and end in each
+        dimension; ``memory``: address and bytes of the destination.
         """
 
     def metadata(self) -> dict[str, str]:
-        """The free text that the file keeps."""
+        """The free text that is stored in the file."""
 
     def read_into_device(
         self,
@@ -482,12 +502,12 @@ class Reader:
         requests: Sequence[PlacedRequest],
         progress: Progress | None,
     ) -> None:
-        """As `read_into`, into device memory. All of it is there when this returns."""
+        """As `read_into`, into device memory. All values are in place when this returns."""
 
     def apply_into(
         self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
     ) -> None:
-        """As `read_into`, of memory that holds the values of what the checkpoint is a delta of."""
+        """As `read_into`, but into memory that holds the parent's values: decoding uses them."""
 
     def apply_into_device(
         self,
@@ -495,12 +515,12 @@ class Reader:
         requests: Sequence[PlacedRequest],
         progress: Progress | None,
     ) -> list[int]:
-        """As `apply_into`, of device memory. Gives the places of the requests that are to be read, what
-        they hold being unspecified.
+        """As `apply_into`, for device memory. Returns the positions of the requests that could not
+        be applied: their memory holds unspecified values and must be filled by reading.
         """
 
     def inspect(self) -> str:
-        """What the file says of itself, as JSON."""
+        """A description of the file (versions, tensors, sizes, metadata), as JSON."""
 
     def verify(self) -> str:
-        """Reads and compares everything; returns, as JSON, what was checked."""
+        """Reads everything and compares all checksums; returns a report, as JSON."""

@@ -1,8 +1,8 @@
-"""A folder that `torch.distributed.checkpoint` wrote, as a state dict. Nothing that is pickled there runs.
+"""Reads a folder that `torch.distributed.checkpoint` wrote as a state dict. No pickled code runs.
 
-The metadata are a pickle: of its classes this module has stand-ins, which only keep what was stored, and all
-of it is checked before it is used. Pieces are files of `torch.save`, which PyTorch's restricted unpickler
-reads.
+The metadata is a pickle. This module has stand-ins for its classes, which only keep what was
+stored, and everything is checked before it is used. Pieces are files of `torch.save`, which
+PyTorch's restricted unpickler reads.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ._errors import (
 
 METADATA = ".metadata"
 
-#: Bytes of metadata, at most.
+#: The most bytes of metadata.
 MAX_METADATA = 256 << 20
-#: Parts that the edges of its pieces divide a tensor into, at most.
+#: The most parts into which the edges of its pieces may divide a tensor.
 MAX_PARTS = 1 << 24
-#: Containers within each other, and empty places in a list, at most.
+#: The most levels of nested containers, and the most missing items of a list.
 MAX_DEPTH, MAX_GAPS = 100, 1000
 
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
 class _Record:
-    """What was stored of an object."""
+    """A stand-in for a class: keeps what was stored of an object."""
 
     state: Any = None
 
@@ -75,7 +75,7 @@ class MetadataIndex(_Record): ...
 class StorageInfo(_Record): ...
 
 
-#: What stands for the classes and functions that metadata name.
+#: The stand-ins for the classes and functions that metadata refers to.
 _STAND_INS: dict[tuple[str, str], Any] = {
     **{
         (_MODULE, kind.__name__): kind
@@ -93,7 +93,7 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
-    # Where it was saved. Nobody asks.
+    # The path that it was saved to, which is not used.
     **{
         (module, name): lambda *parts: None
         for module in ("pathlib", "pathlib._local")
@@ -102,7 +102,7 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 }
 
 
-# The one that is written in Python: the other one believes what a pickle says of the size of its memo.
+# The pure-Python unpickler: the one in C allocates its memo in whatever size a pickle asks for.
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc, unused-ignore]
     def find_class(self, module: str, name: str) -> Any:
         found = _STAND_INS.get((module, name))
@@ -128,12 +128,13 @@ _Index = tuple[str, "tuple[int, ...] | None"]
 
 
 def load_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state dict that PyTorch's `dcp_to_torch_save` would write: nested as it was, each tensor in one
-    piece. Takes the memory of the result, and of the largest piece twice.
+    """The state dict that PyTorch's `dcp_to_torch_save` would write: nested as it was, each tensor
+    in one piece. Takes memory for the result, and for the largest piece twice.
 
-    Raises `NotFoundError` if there is no ``.metadata``, which PyTorch writes last; `UnsafeLoadError` if
-    something would run code; `CorruptDataError` if metadata and pieces contradict each other; and
-    `UnsupportedFormatError` for extensions, and planners of others.
+    Raises `NotFoundError` if there is no ``.metadata``, which PyTorch writes last;
+    `UnsafeLoadError` if something would run code; `CorruptDataError` if metadata and pieces
+    contradict each other; and `UnsupportedFormatError` for extensions, and for planners other than
+    PyTorch's.
     """
     where = os.fspath(folder)
     try:
@@ -172,7 +173,7 @@ def _read_metadata(root: Path) -> Metadata:
         with open(root / METADATA, "rb") as file:
             text = file.read(MAX_METADATA + 1)
     except FileNotFoundError:
-        what = f"no {METADATA}: it is no folder that torch.distributed.checkpoint has completed"
+        what = f"no {METADATA}: not a folder that torch.distributed.checkpoint has completed"
         raise NotFoundError(what) from None
     if len(text) > MAX_METADATA:
         raise LimitError(f"{METADATA} has more than {MAX_METADATA} bytes")
@@ -188,7 +189,7 @@ def _read_metadata(root: Path) -> Metadata:
 
 
 def _find_places(root: Path, stored: Any) -> dict[_Index, _Place]:
-    """Where each piece is: within the files of the folder, and apart from each other."""
+    """Where each piece is. Checks that all lie within files of the folder and do not overlap."""
     if type(stored) is not dict:
         raise CorruptDataError("metadata: no list of pieces")
     places: dict[_Index, _Place] = {}
@@ -229,7 +230,7 @@ def _size_of(root: Path, name: str) -> int:
     except FileNotFoundError:
         raise CorruptDataError(f"{name} is missing") from None
     if not stat.S_ISREG(found.st_mode):
-        raise CorruptDataError(f"{name} is no file")
+        raise CorruptDataError(f"{name} is not a regular file")
     return found.st_size
 
 
@@ -252,7 +253,7 @@ def _find(places: dict[_Index, _Place], fqn: str, offset: tuple[int, ...] | None
 def _tensor(
     root: Path, places: dict[_Index, _Place], fqn: str, entry: TensorStorageMetadata
 ) -> torch.Tensor:
-    """A tensor, of its pieces."""
+    """A tensor, put together from its pieces."""
     size = _numbers(fqn, entry.get("size"))
     properties = entry.get("properties")
     about = properties.state if type(properties) is TensorProperties else None
@@ -262,7 +263,7 @@ def _tensor(
     pieces = _pieces(fqn, size, entry.get("chunks"))
     found = {offset: _find(places, fqn, offset) for offset in pieces}
     for offset, place in found.items():
-        # What is claimed is bounded by what is there.
+        # Checked before allocating: metadata may claim any size, but the pieces must exist.
         if math.prod(pieces[offset]) * dtype.itemsize > place.length:
             raise CorruptDataError(f"{fqn!r}: the piece at {offset} is smaller than its values")
     if len(pieces) == 1:
@@ -275,8 +276,8 @@ def _tensor(
 
 
 def _pieces(fqn: str, size: tuple[int, ...], chunks: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the pieces by their offsets. Together they are the tensor: no value is missing, and none
-    is there twice.
+    """The shapes of the pieces by their offsets. Checks that they make up the tensor: no value is
+    missing, and none occurs twice.
     """
     if type(chunks) is not list or not all(type(c) is ChunkStorageMetadata for c in chunks):
         raise CorruptDataError(f"metadata: {fqn!r} has no pieces")
@@ -307,20 +308,20 @@ def _part(
 ) -> torch.Tensor:
     read = _read(root, place, fqn)
     if not isinstance(read, torch.Tensor) or read.layout is not torch.strided:
-        raise CorruptDataError(f"{place.file}: {fqn!r} is no tensor of plain values there")
+        raise CorruptDataError(f"{place.file}: {fqn!r} is not a tensor of plain values")
     read = read.detach()
     if tuple(read.shape) != shape or read.dtype != dtype:
         said = f"{dtype} of {shape} in the metadata"
         raise CorruptDataError(
             f"{place.file}: {fqn!r} is {read.dtype} of {tuple(read.shape)}, {said}"
         )
-    # What else its storage holds is not kept.
+    # Copied if its storage holds more, so that the rest is not kept.
     owns = read.is_contiguous() and read.untyped_storage().nbytes() == read.nbytes
     return read if owns else read.clone(memory_format=torch.contiguous_format)
 
 
 def _read(root: Path, place: _Place, fqn: str) -> Any:
-    """What `torch.save` wrote at a place."""
+    """Loads what `torch.save` wrote at a place."""
     with open(root / place.file, "rb", opener=_open) as file:
         file.seek(place.offset)
         values = io.BytesIO(file.read(place.length))
@@ -340,7 +341,7 @@ def _open(path: str, flags: int) -> int:
 
 
 class _Node(dict[Any, Any]):
-    """A container that is being filled: a list, if its keys are numbers."""
+    """A container that is being filled. It becomes a list if its keys are numbers."""
 
     def put(self, path: tuple[str | int, ...], value: Any) -> None:
         if not 0 < len(path) <= MAX_DEPTH:
@@ -351,7 +352,7 @@ class _Node(dict[Any, Any]):
             if type(node) is not _Node:
                 raise CorruptDataError(f"metadata: {path} goes through a value")
         if path[-1] in node:
-            raise CorruptDataError(f"metadata: {path} is there twice")
+            raise CorruptDataError(f"metadata: {path} occurs twice")
         node[path[-1]] = value
 
 
@@ -363,5 +364,5 @@ def _finished(value: Any) -> Any:
         return done
     if min(done) < 0 or max(done) >= len(done) + MAX_GAPS:
         raise CorruptDataError(f"metadata: a list with the numbers {min(done)} and {max(done)}")
-    # Empty containers were not saved.
+    # Items may be missing: empty containers were not saved.
     return [done.get(n) for n in range(max(done) + 1)]

@@ -1,4 +1,4 @@
-"""The metadata of `torch.distributed.checkpoint` as JSON: nothing of it is pickled."""
+"""The metadata of `torch.distributed.checkpoint` as JSON: none of it is pickled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ._errors import CorruptDataError, UnsupportedFormatError
 
-#: What the JSON is; readers refuse others.
+#: The version of the JSON; readers refuse others.
 VERSION = 1
 
 _MEMORY_FORMATS = {
@@ -34,8 +34,7 @@ _MEMORY_FORMATS = {
 def to_json(metadata: Metadata, names: dict[MetadataIndex, str]) -> bytes:
     """Metadata, with the name of the stored tensor that holds each piece.
 
-    Raises `UnsupportedFormatError` for what a planner of the caller's own put there and JSON cannot
-    hold.
+    Raises `UnsupportedFormatError` if a custom planner added something that JSON cannot hold.
     """
     state = {fqn: _entry(fqn, value) for fqn, value in metadata.state_dict_metadata.items()}
     pieces = [
@@ -70,7 +69,7 @@ def from_json(text: bytes, where: str) -> tuple[Metadata, dict[MetadataIndex, st
 
 
 def planner_paths(planner: Any) -> dict[str, tuple[str | int, ...]]:
-    """Where each entry is in the nested state dict: what PyTorch's default planners note."""
+    """The path of each entry in the nested state dict, which PyTorch's default planners record."""
     if not isinstance(planner, dict):
         raise UnsupportedFormatError(
             f"planner_data of type {type(planner).__name__}: only what PyTorch's default planners "
@@ -97,7 +96,7 @@ def _entry(fqn: str, value: Any) -> dict[str, Any]:
     p = value.properties
     if p.layout is not torch.strided:
         raise UnsupportedFormatError(f"{fqn!r} has the layout {p.layout}")
-    # Older versions of PyTorch do not know them.
+    # Older versions of PyTorch do not have them.
     strides = getattr(p, "strides", None)
     return {
         "kind": "tensor",

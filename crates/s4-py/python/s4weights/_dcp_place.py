@@ -15,10 +15,10 @@ from ._store import CheckpointStore
 #: A checkpoint's step: the digits that its id ends with, as in ``step-1000``.
 _STEP = re.compile(r"(?:.*\D)?(\d+)$", re.ASCII | re.DOTALL)
 
-#: A part of a version, or a negative number.
+#: Names whose last digits are no step: the end of a version, or a negative number.
 _NO_STEP = re.compile(r"(\d\.|--)\d+$", re.ASCII)
 
-#: Stores of this process, by what they were named, the one that was used last at the end.
+#: Stores of this process, by process id, URL and options. The most recently used one is last.
 _stores: list[tuple[tuple[int, str, dict[str, Any]], tuple[int, int] | None, CheckpointStore]] = []
 _stores_lock = threading.Lock()
 _MOST_STORES = 4
@@ -41,23 +41,23 @@ class Place:
         step: int | None,
         options: Mapping[str, Any],
     ) -> None:
-        #: Whether the store was made of a URL.
+        #: Whether the store was created here, from a URL.
         self._named = not isinstance(store, CheckpointStore)
         if isinstance(store, CheckpointStore):
             if options:
-                raise TypeError(f"{', '.join(options)}: options of a store that is there already")
+                raise TypeError(f"{', '.join(options)}: not allowed with an existing store")
             self._store: CheckpointStore | None = store
         else:
             self._store = None if store is None else _shared_store(absolute(store), options)
         self._given = store is not None
         self._options = dict(options)
         self.step = step
-        #: What a call of DCP named, if it was store and step.
+        #: The ``checkpoint_id`` that DCP passed, if it named both store and step.
         self._id: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Takes the place that a call of DCP names: a step, in a store that was given; or else the
-        path or URL of a store, and below it a name that ends with the step.
+        """Sets the place from a ``checkpoint_id`` of DCP: a name that ends with the step, below the
+        path or URL of a store. If a store was given, only the step counts.
         """
         if checkpoint_id is None:
             return
@@ -75,13 +75,13 @@ class Place:
 
     @property
     def id(self) -> str:
-        """A ``checkpoint_id`` that names it; that of the store, if no step was given."""
+        """A ``checkpoint_id`` for this place; the store's URL if no step was given."""
         if self._id is not None:
             return self._id
         return self.store.url if self.step is None else f"{self.store.url}/step-{self.step}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process that saves in the background keeps one store for all writers that it is given.
+        # Pickled for a process that saves in the background: all writers there share one store.
         if self._store is None or self._named:
             url, options = None if self._store is None else self._store.url, self._options
         else:
@@ -108,8 +108,8 @@ def _make(
 
 
 def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
-    """A store for all writers and readers of this process that name it alike: what it keeps of one save
-    the next one needs.
+    """The store that all writers and readers of this process share if they name it alike: the next
+    save needs what it keeps of the previous one.
     """
     key, mark = (os.getpid(), url, dict(options)), _mark(url)
     with _stores_lock:
@@ -117,7 +117,8 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
         for place, (known, seen, held) in enumerate(_stores):
             if known == key:
                 del _stores[place]
-                # A folder that was not there before must be there now if the store was used: else it was deleted.
+                # If there was no store in the folder before, there must be one now if `held` was
+                # used. Otherwise the folder was deleted.
                 as_expected = is_url(url) or mark is not None or held._native is None
                 if seen == mark if seen is not None else as_expected:
                     store = held
@@ -130,19 +131,19 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
 
 
 def _share_of_cores() -> int | None:
-    """Threads for a rank beside others of its machine, which torchrun counts: they all save at the same
-    time. ``None``: as many as usual.
+    """Threads for one of several ranks on this machine, which torchrun counts: all of them save at
+    the same time. ``None``: the default.
     """
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(count) if count.isdecimal() else 1
     all_cores = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_cores
-    # A rank may be bound to cores of its own already.
+    # A rank may already be bound to cores of its own.
     return max(1, cores // ranks) if ranks > 1 and cores > all_cores // ranks else None
 
 
 def _mark(url: str) -> tuple[int, int] | None:
-    """What tells a store in a folder from one that is there later; ``None`` if there is none."""
+    """Identifies the store in a folder, to notice if it is replaced; ``None`` if there is none."""
     if is_url(url):
         return None
     try:

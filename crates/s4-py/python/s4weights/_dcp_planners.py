@@ -14,19 +14,20 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from ._errors import CorruptDataError, UnsafeLoadError
 from ._load import load
 
-#: What a value that is stored as JSON begins with; no file of `torch.save` does.
+#: Prefix of values that are stored as JSON; no file of `torch.save` begins like this.
 _JSON = b"s4w-json\n"
 _DEEPEST = 64
 
 
 class SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
-    """DCP's default planner, which stores values that are not tensors as JSON where that gives back the
-    same: ``None``, truth values, integers, finite floats, texts, and lists and dicts of them with texts
-    as keys. All others are pickled, as by the default planner. It takes `LoadPlanner` to load them.
+    """DCP's default planner, except that it stores values that are not tensors as JSON if JSON
+    restores them exactly: ``None``, booleans, integers, finite floats, strings, and lists and dicts
+    of these, with strings as keys. Other values are pickled, as by the default planner. Loading
+    requires `LoadPlanner`.
     """
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """What is stored of a value."""
+        """The bytes to store for a value."""
         if write_item.type == WriteItemType.BYTE_IO and _is_plain(object):
             text = json.dumps(object, separators=(",", ":"), allow_nan=False)
             return io.BytesIO(_JSON + text.encode())
@@ -34,9 +35,9 @@ class SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
-    """DCP's default planner, which runs no code of a checkpoint: values that are not tensors are
-    loaded as by ``torch.load(weights_only=True)``, `io.BytesIO` included, those of `SavePlanner` from
-    JSON.
+    """DCP's default planner, except that it runs no code of a checkpoint: values that are not
+    tensors are loaded as by ``torch.load(weights_only=True)`` with `io.BytesIO` allowed, or from
+    the JSON of `SavePlanner`.
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -46,12 +47,12 @@ class LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
         plain = io.BytesIO()
         torch.save(loaded, plain)
         plain.seek(0)
-        # What it loads there is what was just made here.
+        # The base class unpickles this: it was just created here.
         super().load_bytes(read_item, plain)
 
 
 def _is_plain(obj: Any, depth: int = 0) -> bool:
-    """Whether JSON gives back the same: types, order and every bit."""
+    """Whether JSON restores the object exactly: types, order and every bit."""
     if depth > _DEEPEST:
         return False
     if obj is None or type(obj) is bool:
@@ -85,9 +86,10 @@ def _from_json(fqn: str, value: io.BytesIO) -> Any:
 
 def _from_pickle(fqn: str, value: io.BytesIO) -> Any:
     try:
-        # Trainers keep bytes in streams. A pickle calls `bytes` for none, and could for any number.
+        # Trainers store bytes as streams. Pickles of empty ones call `bytes()`, which is allowed
+        # only without arguments: a size in a pickle could ask for any amount of memory.
         with torch.serialization.safe_globals([io.BytesIO, (_no_bytes, "builtins.bytes")]):
-            # Under `patch` it is no file of PyTorch's.
+            # Not `torch.load`: under `patch` the value is a .s4w file.
             return load(value, weights_only=True)
     except Exception as error:
         raise UnsafeLoadError(f"Weights only load failed: {fqn!r}: {error}") from None

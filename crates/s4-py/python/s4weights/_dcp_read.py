@@ -1,4 +1,4 @@
-"""Reading what a rank asks for of a distributed checkpoint."""
+"""Reads the parts of a distributed checkpoint that a rank asks for."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from ._errors import CorruptDataError
 from ._progress import Progress, ProgressArgument
 from ._storages import read_batch
 
-#: Tensors of which parts are wanted may take one in so many bytes of a device's free memory, and so many at most.
+#: Device memory for whole tensors of which only parts are wanted: a fraction of the free memory
+#: (the denominator), and the most bytes.
 _FREE_SHARE, _AT_ONCE = 4, 1 << 30
-#: A part for a device is cut there if it spans one in so many elements of the tensor.
+#: A part for a device is cut out there if it spans this fraction (the denominator) of the tensor.
 _SPANS = 4
 
 
-#: Characters of what a wrapper is, in messages.
+#: The most characters of a wrapper's description in messages.
 _SHOWN = 200
 
 
 class _Part(NamedTuple):
-    """A part of a stored tensor for a tensor on a device, which decodes all of it."""
+    """A part of a stored tensor, for a target on a device that decodes the whole stored tensor."""
 
     item: ReadItem
     target: torch.Tensor
@@ -51,7 +52,9 @@ class _Part(NamedTuple):
 
 
 class StoredTensors:
-    """Reads pieces of what is stored: whole tensors, and parts for devices, together, at the end, on all threads."""
+    """Reads stored tensors and parts of them. Whole tensors, and parts for devices, are read
+    together at the end, on all threads.
+    """
 
     def __init__(
         self,
@@ -62,10 +65,11 @@ class StoredTensors:
     ) -> None:
         self._reader, self._names, self._compute, self._where = reader, names, compute, where
         self._places = Places()
-        #: Bytes of values that were asked for.
+        #: Bytes of the values that were asked for.
         self.read_bytes = 0
         self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
-        #: What is read, where it is to be, and which item it is all of, if it is of one.
+        #: Tensors that are read whole: the item (``None`` for part of a wrapper), the target, the
+        #: index of the stored tensor, and the memory to read into.
         self._whole: list[tuple[ReadItem | None, torch.Tensor, int, torch.Tensor]] = []
         self._wrapped: list[tuple[ReadItem, torch.Tensor]] = []
         self._parts: list[_Part] = []
@@ -116,13 +120,15 @@ class StoredTensors:
     def _fill_whole(
         self, item: ReadItem | None, target: torch.Tensor, number: int, dtype: torch.dtype
     ) -> None:
-        """Reads all of a stored tensor, into memory of the host, or of a device that decodes."""
+        """Requests a whole stored tensor: read straight into the target if possible, else through
+        host memory.
+        """
         straight = _takes(target, dtype) and self._can_fill(target)
         values = target if straight else torch.empty(target.shape, dtype=dtype)
         self._whole.append((item, target, number, values))
 
     def _fill_wrapped(self, item: ReadItem, target: torch.Tensor) -> None:
-        """Reads what a wrapper wraps, into one like it."""
+        """Requests the tensors that a wrapper wraps, for a target like it."""
         what = f"{self._where}: {item.storage_index.fqn!r}"
         try:
             saved = json.loads(self.bytes_of(item, MARK))
@@ -130,7 +136,7 @@ class StoredTensors:
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise CorruptDataError(f"{what}: the description of a wrapper: {error!r}") from error
         if any(item.storage_offsets) or tuple(item.lengths) != shape:
-            raise ValueError(f"{what} is a {kind}, of which a shard is loaded as it was saved")
+            raise ValueError(f"{what} is a {kind}, a shard of which must be loaded as it was saved")
         wrapped = unwrap(target, what)
         if wrapped is None or wrapped.description != saved:
             given = type(target).__name__ if wrapped is None else _differences(saved, wrapped)
@@ -147,7 +153,7 @@ class StoredTensors:
         self._wrapped.append((item, target))
 
     def _fill_part(self, part: _Part, planner: dcp.LoadPlanner, straight: bool) -> None:
-        """Decodes the chunks that a part is in. ``straight``: into the tensor itself."""
+        """Decodes the chunks that contain a part. ``straight``: directly into the target."""
         item, target, number, dtype, shape = part
         values = target if straight else torch.empty(tuple(item.lengths), dtype=dtype)
         if values.numel():
@@ -164,7 +170,7 @@ class StoredTensors:
         return bool(target.device.type == "cpu")
 
     def finish(self, planner: dcp.LoadPlanner, progress: ProgressArgument) -> None:
-        """Reads what is wanted whole, and parts that devices cut."""
+        """Reads whole tensors, and the parts that devices cut out."""
         wanted = [
             (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
             for _, _, number, values in self._whole
@@ -187,7 +193,7 @@ class StoredTensors:
         self._wrapped.clear()
 
     def _cut(self, parts: list[_Part], planner: dcp.LoadPlanner, tracker: Progress) -> None:
-        """Decodes stored tensors to free memory of a device, and copies the parts from there."""
+        """Decodes whole stored tensors into free device memory, and copies the parts from there."""
         wholes: dict[int, torch.Tensor] = {}
         try:
             for part in parts:
@@ -211,7 +217,7 @@ class StoredTensors:
 
 
 def _spans_much(part: _Part) -> bool:
-    """Whether most chunks of a tensor are needed for a part, or many."""
+    """Whether a part needs many of its tensor's chunks."""
     if 0 in part.shape or 0 in part.item.lengths:
         return False
     span, step = 1, 1
@@ -222,7 +228,7 @@ def _spans_much(part: _Part) -> bool:
 
 
 def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """Parts of tensors of one device that are decoded together."""
+    """Groups parts for one device whose tensors are decoded together."""
     batch: list[_Part] = []
     room = 0
     for part in sorted(parts, key=lambda part: (part.target.device.index, part.number)):
@@ -243,14 +249,14 @@ def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
 
 
 def _takes(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether values of a dtype can be written to a tensor's memory, one behind the other."""
+    """Whether values of a dtype can be written to a tensor's memory directly, in order."""
     if target.dtype != dtype or is_traceable_wrapper_subclass(target):
         return False
     return target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
 def _differences(saved: Any, given: Wrapped) -> str:
-    """What of a wrapper is not as it was saved."""
+    """How a wrapper differs from the saved one."""
     differs = [key for key, value in given.description.items() if value != saved.get(key)]
     return ", ".join(
         f"{key} {_short(given.description[key])} instead of {_short(saved.get(key))}"
@@ -259,7 +265,7 @@ def _differences(saved: Any, given: Wrapped) -> str:
 
 
 def _short(value: Any) -> str:
-    """For messages: a checkpoint may hold a text of any length."""
+    """A value as text for messages, shortened: a checkpoint may hold text of any length."""
     text = str(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

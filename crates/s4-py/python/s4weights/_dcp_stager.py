@@ -1,4 +1,4 @@
-"""A stager for `torch.distributed.checkpoint.async_save`, on the staging of saves in the background."""
+"""A stager for `torch.distributed.checkpoint.async_save`, built on background saves' staging."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from ._pending import HostBuffer
 from ._staging import Budget, copy_on_devices
 from ._storages import Hint, StorageWriter, is_strided
 
-#: Buffers that are kept for the next call.
+#: The most buffers that are kept for later calls.
 _SPARE = 2
 
-#: Memory of devices with copies in it, by its address: whoever reads them waits for them, and frees them.
+#: Device memory that holds copies, by its address. Whoever reads the copies waits for them first,
+#: and frees them afterwards.
 _device_copies: weakref.WeakValueDictionary[int, _DeviceBytes] = weakref.WeakValueDictionary()
 
 
 class _DeviceBytes:
-    """Memory of a device with copies in it, as PyTorch takes it over."""
+    """Device memory that holds copies, in the form in which PyTorch can wrap it."""
 
     def __init__(self, copies: _core.DeviceCopies, address: int, nbytes: int) -> None:
         self.copies = copies
@@ -41,8 +42,8 @@ class _DeviceBytes:
 
 
 class _SharedBuffers:
-    """Host memory that other processes see, one storage for each that is copied: PyTorch 2.15 crashes
-    when it pickles two DTensors that lie in one.
+    """Host memory that is shared with other processes, in one storage per copied storage: PyTorch
+    2.15 crashes when it pickles two DTensors that share a storage.
     """
 
     def __init__(self, threads: int | None) -> None:
@@ -50,8 +51,8 @@ class _SharedBuffers:
         self._kept: list[torch.UntypedStorage] = []
 
     def parts(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[torch.Tensor, int]]:
-        """Copies storages: the bytes of each copy, and where it begins."""
-        # Those of the last state, as far as the sizes are the same.
+        """Copies storages; returns, for each, the memory of its copy, and the copy's offset."""
+        # The storages of the last state are reused where the size is the same.
         kept = dict(enumerate(self._kept))
         self._kept, found, host = [], [], []
         for number, storage in enumerate(storages):
@@ -72,49 +73,50 @@ class _SharedBuffers:
         self._kept = []
 
 
-#: Tensors whose copies are plain ones.
+#: Classes of tensors whose copies are plain tensors.
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-#: What is never copied.
+#: Types whose values are never copied.
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes)
 
 
 class _Copied(NamedTuple):
-    """The copy of a storage: bytes from ``start`` on."""
+    """The copy of a storage: the bytes of ``memory`` from ``start`` on."""
 
     memory: torch.Tensor
     start: int
 
 
 class _StagedState(dict[str, Any]):
-    """What `Stager.stage` gives: DCP holds it for as long as the save runs."""
+    """What `Stager.stage` returns. DCP holds it for as long as the save runs."""
 
     __slots__ = ("__weakref__",)
 
 
 class Stager(AsyncStager):  # type: ignore[misc]
-    """Keeps a state as it is at the call while `dcp.async_save` goes on::
+    """Preserves a state as it is at the call while `dcp.async_save` runs::
 
         stager = s4weights.dcp.Stager()
         future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
 
-    Tensors on CUDA devices are copied there, if there is room (docs/staging.md), and freed as soon as
-    `StorageWriter` has encoded them; else, as those in host memory, to memory of the host that is
-    kept for the next save: page-locked, if it is for values of devices. Values that are not tensors
-    are copied as by `copy.deepcopy`. The call returns when copies in host memory are made, and those
-    on devices are queued on the current streams. Use one stager for all saves of a process.
+    Tensors on CUDA devices are copied on the device if there is room (docs/staging.md), and the
+    copies are freed as soon as `StorageWriter` has encoded them. Without room they are copied to
+    host memory, as host tensors are. That memory is kept for the next save; it is page-locked if it
+    holds device values. Values that are not tensors are copied as by `copy.deepcopy`. `stage`
+    returns when copies in host memory are complete, and those on devices are queued on the current
+    streams. Use one stager for all saves of a process.
 
     With copies on devices the writer must be a `StorageWriter`.
 
     Args:
-        shared_memory: for saves by a process (``AsyncCheckpointerType.PROCESS``): everything goes to
-            host memory that the process can see.
-        threads: that copy host memory; ``None``: one for each core.
-        device: ``"cpu"``: no copies on devices.
+        shared_memory: for saves by another process (``AsyncCheckpointerType.PROCESS``): everything
+            is copied to host memory that this process shares with it.
+        threads: threads that copy host memory; ``None``: one for each core.
+        device: ``"cpu"`` makes no copies on devices.
         gpu_scratch: as in `save`.
         device_reserve: as in `CheckpointStore`.
     """
 
-    # All is copied, or queued, when `stage` returns.
+    # All copies are complete, or queued, when `stage` returns.
     _synchronize_after_execute = False
 
     def __init__(
@@ -138,7 +140,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
 
         Raises:
             LimitError, RuntimeError, MemoryError: there is no memory for it. Nothing was started.
-            S4Error: the stager is closed.
+            ValueError: the stager is closed.
         """
         if self._closed:
             raise ValueError("the stager is closed")
@@ -150,14 +152,14 @@ class Stager(AsyncStager):  # type: ignore[misc]
                 copies = self._copy(found.storages, buffer)
                 staged = _StagedState(_Copier(copies, found).copy(state_dict))
         except BaseException:
-            # A GPU may still be writing to this memory: it is abandoned.
+            # A GPU may still be writing to this memory, so it is not used again.
             buffer.free()
             raise
         weakref.finalize(staged, self._give_back, buffer).atexit = False
         return staged
 
     def close(self) -> None:
-        """Gives the memory back that no save uses; the rest goes with the saves."""
+        """Frees the memory that no save uses. The rest is freed when the saves end."""
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
@@ -165,7 +167,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
             buffer.free()
 
     def synchronize_staging(self) -> None:
-        """All is done when `stage` returns."""
+        """Does nothing: `stage` leaves no work to wait for."""
 
     def _take(self) -> HostBuffer | _SharedBuffers:
         with self._lock:
@@ -181,7 +183,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
     def _copy(
         self, storages: StorageWriter, buffer: HostBuffer | _SharedBuffers
     ) -> dict[int, _Copied]:
-        """Copies storages; for each, by its identity, where the copy is."""
+        """Copies storages; returns where the copies are, by the storage's identity."""
         copies: dict[int, _Copied] = {}
         if not self._shared:
             copies = self._copy_on_devices(storages)
@@ -201,7 +203,8 @@ class Stager(AsyncStager):  # type: ignore[misc]
         placed = [(s, at, n) for s, (at, (n, _)) in zip(there, on_devices.places(), strict=True)]
         copies = {}
         for ordinal in ordinals:
-            # All of a device lie in one mapping: PyTorch takes it over once, and each copy is a part of it.
+            # The copies on a device lie in one mapping. PyTorch wraps it once, and each copy is a
+            # part of it.
             own = [(storage, at) for storage, at, n in placed if n == ordinal]
             first = min(at for _, at in own)
             end = max(at + storage.nbytes() for storage, at in own)
@@ -214,7 +217,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
 
 
 def device_copies(tensors: Iterable[torch.Tensor]) -> list[_core.DeviceCopies]:
-    """The copies on devices that tensors are of. Before they are read, they are to be waited for."""
+    """The device copies that tensors lie in. They must be waited for before they are read."""
     found: dict[int, _core.DeviceCopies] = {}
     for tensor in tensors:
         if tensor.device.type == "cuda" and tensor.numel():
@@ -225,7 +228,9 @@ def device_copies(tensors: Iterable[torch.Tensor]) -> list[_core.DeviceCopies]:
 
 
 def _inner(tensor: torch.Tensor) -> tuple[Sequence[str], Any] | None:
-    """The names of the tensors that a tensor is a wrapper of, such as a DTensor, and what else it is made of."""
+    """For a tensor that wraps others, such as a DTensor: the names of the wrapped tensors, and its
+    context. ``None`` for other tensors.
+    """
     if type(tensor) in _PLAIN:
         return None
     if type(tensor) is DTensor:
@@ -237,9 +242,9 @@ def _inner(tensor: torch.Tensor) -> tuple[Sequence[str], Any] | None:
 
 
 def _wrap(tensor: torch.Tensor, parts: dict[str, Any], context: Any) -> torch.Tensor:
-    """A wrapper like a tensor of other parts."""
+    """A wrapper like ``tensor``, around other parts."""
     if type(tensor) is DTensor:
-        # Its own `__tensor_unflatten__` would make the same description once more, which takes most of its time.
+        # `__tensor_unflatten__` would build the same spec again, which takes most of its time.
         return DTensor(parts["_local_tensor"], context, requires_grad=tensor.requires_grad)
     made: torch.Tensor = type(tensor).__tensor_unflatten__(
         parts, context, tensor.size(), tensor.stride()
@@ -248,7 +253,7 @@ def _wrap(tensor: torch.Tensor, parts: dict[str, Any], context: Any) -> torch.Te
 
 
 def _items(obj: Any) -> Iterable[Any] | None:
-    """What is in a container of a state."""
+    """The items of a container of a state; ``None`` if it is not one."""
     if isinstance(obj, dict):
         return obj.values()
     if type(obj) in (list, tuple) or _is_named(obj):
@@ -266,7 +271,7 @@ class _Found:
     def __init__(self) -> None:
         self.storages = StorageWriter()
         self.tensors: list[torch.Tensor] = []
-        #: Tensors that are strided, those within others included, and their storages, both by identity.
+        #: Strided tensors, including wrapped ones, with their storages' identity; by identity.
         self.strided: dict[int, tuple[torch.Tensor, int]] = {}
 
     def collect(self, obj: Any) -> None:
@@ -295,13 +300,13 @@ def _as_bytes() -> Hint:
 
 
 class _Copier:
-    """Makes a state anew with the copies of its storages, by their identity."""
+    """Rebuilds a state on the copies of its storages, which are given by identity."""
 
     def __init__(self, copies: dict[int, _Copied], found: _Found) -> None:
         self._copies, self._tensors, self._strided = copies, found.tensors, found.strided
-        # As `copy.deepcopy` has it: what was copied, by identity.
+        # The memo of `copy.deepcopy`: copies by the identity of the original.
         self._memo: dict[int, Any] = {}
-        # Bytes that hold many copies, as elements of a dtype.
+        # Memory that holds copies, as elements of a dtype.
         self._elements: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def copy(self, obj: Any) -> Any:
@@ -309,7 +314,7 @@ class _Copier:
             made = self._memo.get(id(obj))
             if made is None:
                 made = self._memo[id(obj)] = self._tensor(obj)
-                # Where a shard is, for one: `torch.distributed.checkpoint.CheckpointableTensor`.
+                # Such as a shard's position: `torch.distributed.checkpoint.CheckpointableTensor`.
                 for name, value in obj.__dict__.items():
                     heavy = callable(value) or isinstance(value, torch.Tensor)
                     if not heavy and name not in made.__dict__:
@@ -319,7 +324,8 @@ class _Copier:
             return obj
         items = _items(obj)
         if items is None:
-            # It may hold tensors of the state: they are what was copied of these.
+            # It may refer to tensors of the state. They are copied first, so that `deepcopy` finds
+            # their copies in the memo.
             while self._tensors:
                 self.copy(self._tensors.pop())
             for _, tensor in walk_tensors(obj):
@@ -332,7 +338,7 @@ class _Copier:
         return type(obj)(*made) if _is_named(obj) else type(obj)(made)
 
     def _part(self, part: Any) -> Any:
-        # Not all that a wrapper names are tensors: a DTensor names its mesh.
+        # Not every part that a wrapper names is a tensor: a DTensor names its mesh, too.
         return self._tensor(part) if isinstance(part, torch.Tensor) else part
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -348,7 +354,7 @@ class _Copier:
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         known = self._strided.get(id(tensor))
         if known is None and is_strided(tensor):
-            # A wrapper made it for this question.
+            # A wrapper created it only now, when it was asked for its parts.
             known = tensor, tensor.untyped_storage()._cdata
         copied = None if known is None else self._copies.get(known[1])
         if copied is None:
@@ -362,7 +368,7 @@ class _Copier:
         return torch._neg_view(made) if tensor.is_neg() else made
 
     def _as(self, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Bytes as elements of a dtype, of which copies are parts."""
+        """Memory as elements of a dtype; copies are parts of it."""
         key = (id(memory), dtype)
         if key not in self._elements:
             whole = torch.empty(0, dtype=dtype, device=memory.device)

@@ -1,6 +1,7 @@
-"""Tensors that wrap others, as those of quantized weights and optimizer states do: what they wrap is stored.
+"""Tensors that wrap others, such as quantized weights and optimizer states: the wrapped tensors are
+stored.
 
-Nothing of the wrapper itself is made again: a checkpoint is loaded into one like it, in place.
+The wrapper itself is never recreated: a checkpoint is loaded in place, into a wrapper like it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._errors import UnsupportedFormatError
 
-#: In the name of a stored tensor behind that of the wrapper: its description, and with a path what it wraps there.
+#: Follows the wrapper's name in the names of stored tensors. Alone it marks the wrapper's
+#: description; with a path behind it, the tensor that is wrapped there.
 MARK = "@="
 
 
 class Wrapped(NamedTuple):
-    """What a wrapper is, and the tensors that it wraps, by attributes, those of wrappers in it with a period."""
+    """The description of a wrapper, and the tensors that it wraps, by attribute; for a wrapper in
+    a wrapper, attributes are joined by periods.
+    """
 
     description: dict[str, Any]
     tensors: dict[str, torch.Tensor]
@@ -31,7 +35,7 @@ class Wrapped(NamedTuple):
 
 
 def unwrap(tensor: torch.Tensor, where: str) -> Wrapped | None:
-    """What a tensor wraps; ``None``: nothing, it has values of its own."""
+    """What a tensor wraps; ``None`` if it is not a wrapper."""
     if not is_traceable_wrapper_subclass(tensor):
         return None
     if isinstance(tensor, DTensor):
@@ -57,7 +61,7 @@ def unwrap(tensor: torch.Tensor, where: str) -> Wrapped | None:
 
 
 def _text(value: Any) -> str:
-    """What a wrapper's context says, as text that is the same in another process, and on another device."""
+    """A wrapper's context as text that is the same in all processes, on all devices of a type."""
     if isinstance(value, torch.device):
         return str(value.type)
     if isinstance(value, enum.Enum):
@@ -71,7 +75,7 @@ def _text(value: Any) -> str:
         return _name(type(value)) + _text(fields)
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
         return repr(value)
-    # Its own text may hold an address.
+    # The `repr` of other objects may contain an address.
     return _name(value if callable(value) and hasattr(value, "__qualname__") else type(value))
 
 

@@ -1,4 +1,4 @@
-"""Where encoding and decoding run: this process's CUDA engines, and arrays of other libraries."""
+"""Where encoding and decoding run: this process's CUDA engines; and arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from ._errors import LimitError, S4Error
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of device memory that an engine may use on each device while a call works: up to `SCARCE_SCRATCH` at most half
-#: of what is free, beyond that at most an eighth.
+#: Bytes of memory that an engine may use on each device during a call. The first `SCARCE_SCRATCH`
+#: bytes may be up to half of what is free, more than that at most an eighth.
 GPU_SCRATCH, SCARCE_SCRATCH = 768 << 20, 256 << 20
 
-#: Bytes of page-locked memory that encoded values may take, and share of the machine's memory: one in so many.
+#: The default limit for page-locked memory, in bytes, and as a fraction of the machine's memory
+#: (the denominator).
 PINNED, PINNED_SHARE = 8 << 30, 8
 
 #: Where values in host memory are: no device, no stream.
 HOST = (-1, 0)
 
-# An engine keeps pinned host memory and the kernels, which take longer to get than a save takes.
-# One that a fork inherited is of no use to the child: hence the process's number.
+# Engines keep pinned host memory and kernels, which take longer to set up than a save takes. An
+# engine inherited through a fork cannot be used in the child, so the key has the process id.
 _engines: dict[tuple[int, int], _core.CudaEngine] = {}
 _lock = threading.Lock()
 _warned = False
-#: How often page-locked memory was given back.
+#: How many times `free_pinned_memory` was called.
 _freed = 0
 
 
 class Compute:
     """The arguments ``device=``, ``gpu_scratch=`` and ``pinned_memory=`` of one call.
 
-    Raises `S4Error` at once if the device is to be a GPU and there is none that can be used.
+    Raises `S4Error` at once if ``device="cuda"`` and no GPU can be used.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Compute:
             self.engine(())
 
     def engine(self, ordinals: Iterable[int]) -> _core.CudaEngine | None:
-        """The engine for these devices; ``None``: their values are to go through host memory."""
+        """The engine for these devices; ``None``: their values must go through host memory."""
         if self._device == "cpu":
             return None
         key = frozenset(ordinals)
@@ -103,42 +104,42 @@ def _engine(scratch: int) -> _core.CudaEngine:
 
 
 def _pinned() -> int:
-    """Bytes of page-locked memory that encoded values may take unless the user says so."""
+    """The limit for page-locked memory, in bytes, unless the user sets one."""
     try:
         return min(PINNED, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // PINNED_SHARE)
-    except (AttributeError, OSError, ValueError):  # A system that does not tell.
+    except (AttributeError, OSError, ValueError):  # The system does not say how much it has.
         return PINNED
 
 
 def free_pinned_memory() -> None:
-    """Gives page-locked host memory that no save needs at the moment back to the system.
+    """Returns page-locked host memory that no save currently needs to the system.
 
-    Saves of tensors on CUDA devices keep it for the next one (``pinned_memory=``), since the system takes
-    its time to lock pages.
+    Saves of tensors on CUDA devices keep that memory for the next save (``pinned_memory=``), since
+    locking pages is slow.
     """
     global _freed
     _freed += 1
-    # Without the lock: a signal handler may close a store wherever the main thread is.
+    # Without the lock: a signal handler may close a store at any point of the main thread.
     for (process, _), engine in list(_engines.items()):
         if process == os.getpid():
             engine.trim_frame_memory()
 
 
 def prepare_pinned_memory(engine: _core.CudaEngine, nbytes: int) -> None:
-    """Takes page-locked memory for as many encoded bytes as a save had, on a thread of its own: the next
-    save does not wait for it.
+    """Allocates page-locked memory for as many encoded bytes as the last save had, on a separate
+    thread, so that the next save does not wait for it.
 
-    It ends early where the memory is not wanted any more, or the program ends.
+    The thread stops early if the memory is freed meanwhile, or the program ends.
     """
     freed, main = _freed, threading.main_thread()
 
     def grow() -> None:
         while freed == _freed and main.is_alive() and engine.grow_frame_memory(nbytes):
             pass
-        if freed != _freed:  # What was taken last was not there to be given back.
+        if freed != _freed:  # `free_pinned_memory` may have missed the last piece.
             engine.trim_frame_memory()
 
-    with contextlib.suppress(RuntimeError):  # No thread can be started any more.
+    with contextlib.suppress(RuntimeError):  # At exit no thread can be started any more.
         threading.Thread(target=grow, name="s4weights-pinned").start()
 
 
@@ -158,7 +159,7 @@ class Places:
         self._found: dict[torch.device, tuple[int, int]] = {}
 
     def of(self, storage: torch.UntypedStorage) -> tuple[int, int]:
-        """The number of a storage's device and the handle of the stream that is current there."""
+        """The ordinal of a storage's device, and the handle of that device's current stream."""
         device = storage.device
         found = self._found.get(device)
         if found is None:
@@ -174,21 +175,21 @@ class Places:
 
 
 def current_streams(ordinals: Iterable[int]) -> dict[int, int]:
-    """The handles of the streams that are current on CUDA devices, by their numbers."""
+    """The handles of the current streams of CUDA devices, by ordinal."""
     import torch
 
     return {n: torch.cuda.current_stream(n).cuda_stream for n in ordinals}
 
 
 def place(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """The number of a storage's device and the handle of the stream that is current there."""
+    """The ordinal of a storage's device, and the handle of that device's current stream."""
     return Places().of(storage)
 
 
 def is_array(obj: object) -> bool:
-    """Whether an object is an array of another library that lends its memory by DLPack.
+    """Whether an object is an array of another library that lends its memory through DLPack.
 
-    NumPy's are not meant: they are pickled, and come back as what they were.
+    NumPy arrays do not count: they are pickled, so that they are loaded as NumPy arrays.
     """
     kind = type(obj)
     if not hasattr(kind, "__dlpack__") or not hasattr(kind, "__dlpack_device__"):
@@ -198,7 +199,7 @@ def is_array(obj: object) -> bool:
 
 
 def as_tensor(obj: Any) -> torch.Tensor | None:
-    """A tensor in the memory of such an array; ``None`` if PyTorch cannot take it as it is."""
+    """A tensor that shares the memory of such an array; ``None`` if PyTorch cannot make one."""
     import torch
 
     try:

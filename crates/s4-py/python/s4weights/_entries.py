@@ -1,4 +1,4 @@
-"""What a store lists, and the rules for what it keeps."""
+"""The entries of a store, and the rules for which of them to keep."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class CheckpointEntry:
 
     Attributes:
         step: the training step.
-        id: names it, also among several of one step.
-        bytes: what it takes in the store.
-        raw_bytes: what its tensors take in memory.
+        id: identifies the checkpoint, even among several of one step.
+        bytes: its size in the store.
+        raw_bytes: the size of its tensors in memory.
         kind: ``"base"``, or ``"delta"`` of another checkpoint.
-        parent: the ``id`` of that one.
-        since_base: its number among those that share its base, which is 0.
+        parent: the ``id`` of that other checkpoint; ``None`` for a base.
+        since_base: its position among the checkpoints that share its base; the base has 0.
         metrics: numbers that retention can choose by.
         tags: free text.
         pinned: whether it is protected.
@@ -37,24 +37,25 @@ class CheckpointEntry:
     tags: dict[str, str]
     pinned: bool
     time: float
-    #: Of a checkpoint that was just saved: sizes and times, and why it is a base.
+    #: For a checkpoint that was just saved: sizes and times, and why it is a base.
     report: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
-#: For the annotations of a class with a method that is called `list`.
+#: For annotations in a class that has a method named `list`.
 Entries = list[CheckpointEntry]
 Ids = list[str]
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay listed: those that any rule names, the newest one, pinned ones, and
-    what they need. It does not change, so any thread may use it.
+    """Which checkpoints stay listed: those that any rule selects, the newest one, pinned ones, and
+    all that these need. It does not change, so any thread may use it.
 
     Attributes:
-        keep_last: the newest so many.
-        keep_every: those whose step is a multiple of this.
-        best: the best by metrics: name, how many, and ``"min"`` or ``"max"``.
+        keep_last: keep this many of the newest.
+        keep_every: keep those whose step is a multiple of this.
+        best: keep the best by metrics; each rule is a metric's name, how many checkpoints to keep,
+            and ``"min"`` or ``"max"``.
     """
 
     keep_last: int | None = None
@@ -74,7 +75,7 @@ class Retention:
 
     @classmethod
     def of(cls, retention: Retention | int | None) -> Retention | None:
-        """A number is ``keep_last``."""
+        """The policy for a ``retention`` argument: an integer stands for ``keep_last``."""
         if retention is None or isinstance(retention, cls):
             return retention
         if type(retention) is not int:
@@ -87,7 +88,7 @@ class Retention:
 
 
 def listed(item: dict[str, Any], report: dict[str, Any] | None = None) -> CheckpointEntry:
-    """What the native store says of a checkpoint."""
+    """The entry for a checkpoint, from what the native store returns."""
     return CheckpointEntry(
         step=item["step"],
         id=item["id"],
@@ -105,7 +106,7 @@ def listed(item: dict[str, Any], report: dict[str, Any] | None = None) -> Checkp
 
 
 def checked_number(name: str, value: object, least: int) -> None:
-    """Refuses what is neither ``None`` nor an integer of at least so much."""
+    """Raises unless the value is ``None`` or an integer of at least ``least``."""
     if value is None:
         return
     if type(value) is not int:
@@ -115,7 +116,7 @@ def checked_number(name: str, value: object, least: int) -> None:
 
 
 def check_numbers(arguments: Mapping[str, object]) -> None:
-    """Refuses numbers that a store cannot work with."""
+    """Raises for numbers that a store cannot work with."""
     least = {"max_chain": 1, "threads": 1, "bandwidth": 1, "max_hops": 1, "parent_memory": 0}
     for name, at_least in least.items():
         checked_number(name, arguments[name], at_least)

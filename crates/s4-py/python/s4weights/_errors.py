@@ -24,20 +24,20 @@ class S4Error(Exception):
 
 
 class CorruptDataError(S4Error, ValueError):
-    """The bytes contradict themselves or a checksum, or end too early: read another copy."""
+    """The bytes contradict each other or a checksum, or end too early: read another copy."""
 
 
 class NotFoundError(S4Error, FileNotFoundError):
-    """There is no file or object of that name."""
+    """There is no file, object or checkpoint of that name."""
 
 
 class UnsupportedFormatError(S4Error):
-    """Well-formed, but this version or this machine cannot read or write it."""
+    """The data is well-formed, but this version or this machine cannot read or write it."""
 
 
 class ConflictError(S4Error):
-    """The state of a checkpoint store forbids it, and nothing was changed: a checkpoint is pinned,
-    or needed by another, or another writer was faster.
+    """The state of a checkpoint store does not allow the operation, and nothing was changed: a
+    checkpoint is pinned, or another one needs it, or another writer was faster.
     """
 
 
@@ -46,17 +46,18 @@ class LimitError(S4Error):
 
 
 class MismatchError(S4Error, ValueError):
-    """The tensors to be filled are not those of the file: names, dtypes or shapes differ."""
+    """The tensors to be filled do not match those of the file: names, dtypes or shapes differ."""
 
 
 class StorageError(S4Error, OSError):
     """The disk or the object store refused: full, read-only, unreachable, forbidden.
 
-    ``errno`` is the system's number for it, where there is one: ``ENOSPC``, ``EROFS``, ``EACCES``
-    (an object store's 401 and 403 too), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the path or
-    URL. ``cause`` is a word for programs, such as ``"Refused"``, ``"Dns"``, ``"Tls"``, ``"Timeout"``,
-    ``"Permission"``, ``"NoSuchBucket"``, ``"Throttled"``, ``"DiskFull"``. Each is ``None`` if it is
-    not known. It is a `PermissionError`, `IsADirectoryError` and so on as well, where ``errno`` says so.
+    ``errno`` is the system's error number, where there is one: ``ENOSPC``, ``EROFS``, ``EACCES``
+    (also for an object store's 401 and 403), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the
+    path or URL. ``cause`` is a keyword for programs, such as ``"Refused"``, ``"Dns"``, ``"Tls"``,
+    ``"Timeout"``, ``"Permission"``, ``"NoSuchBucket"``, ``"Throttled"``, ``"DiskFull"``. Each is
+    ``None`` if it is not known. Depending on ``errno``, the exception is also a `PermissionError`,
+    an `IsADirectoryError` and so on.
     """
 
     cause: str | None = None
@@ -74,7 +75,7 @@ def _with(kind: type[OSError]) -> type[StorageError]:
     return type(f"Storage{kind.__name__}", (StorageError, kind), {"__module__": __name__})
 
 
-#: As `OSError` has it: code that expects the system's errors of `torch.save` goes on working.
+#: As for `OSError` itself: code that expects the system errors of `torch.save` keeps working.
 _OF_ERRNO = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), _with(PermissionError)),
     errno.EISDIR: _with(IsADirectoryError),
@@ -86,10 +87,10 @@ _OF_ERRNO = {
 
 
 class UnsafeLoadError(S4Error, pickle.UnpicklingError):
-    """``weights_only=True`` met something that it must not build.
+    """``weights_only=True`` found something that it must not build.
 
-    ``key_path`` names the place in the saved object, and ``global_name`` the class or function
-    that would have been called; either is ``None`` if it could not be told.
+    ``key_path`` is the place in the saved object, and ``global_name`` the class or function that
+    would have been called; either is ``None`` if it could not be determined.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Finds out where in a pickled object the globals are that the restricted unpickler refuses.
 
 The stream is run by an interpreter that builds nothing but a sketch of the object: which containers
-and calls there are, and what they hold. Nothing is copied or spelled out before it is asked for, so
-that work and memory are bounded by the length of the stream, whoever wrote it.
+and calls there are, and what they hold. Nothing is copied or spelled out before it is needed, so
+that even for a malicious stream its length bounds the work and the memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 from ._names import join
 
-#: Most globals that a message lists.
+#: The most globals that a message lists.
 MAX_REFUSED = 9
-#: Keys that a message shows of a long path, at either end.
+#: How many keys of a long path a message shows, at either end.
 PATH_ENDS = 16
-#: Of a key that is no string: its levels, and parts of each. Characters of any key.
+#: What a message shows of a key: for one that is not a string, the most levels and parts of each;
+#: for any, the most characters.
 LABEL_DEPTH, LABEL_PARTS, LABEL_LENGTH = 3, 8, 200
 
 
@@ -35,7 +36,7 @@ class _NoKey:
 
 
 _HERE = _NoKey()
-#: Its parts share that place, too.
+#: As `_HERE`, and the part's own parts share that place, too.
 _SPREAD = _NoKey()
 
 
@@ -51,7 +52,7 @@ class _Object:
         self._length += len(items)
 
     def update(self, items: list[Any]) -> None:
-        # A key is spelled out when a path needs it.
+        # Keys are only turned into text when a path needs them.
         self.parts += zip(items[::2], items[1::2], strict=True)
         self.parts += [(_HERE, key) for key in items[::2] if isinstance(key, (_Global, _Object))]
 
@@ -178,7 +179,7 @@ class _Sketch:
 
     def _make(self, items: list[Any]) -> None:
         function, *arguments = items
-        # What a call is given has no key of its own: it shares the place of the result.
+        # Arguments of a call have no keys of their own: they share the place of the result.
         self._push([(_HERE, function), *((_SPREAD, argument) for argument in arguments)])
 
     def _persistent(self) -> None:
@@ -192,7 +193,7 @@ class _Sketch:
 
 
 class _Step:
-    """Where the walk is: the key, and the step before."""
+    """A position of the walk: a key, and the step that leads to it."""
 
     __slots__ = ("before", "key")
 
@@ -235,7 +236,7 @@ def sketch(stream: bytes) -> Any:
 
 
 def is_broken(stream: bytes) -> bool:
-    """Whether a stream is no pickle, or has lost its end."""
+    """Whether a stream is not a pickle, or is truncated."""
     try:
         sketch(stream)
     except Exception:
@@ -245,7 +246,7 @@ def is_broken(stream: bytes) -> bool:
 
 def find_refused(stream: bytes) -> list[tuple[str, str]]:
     """Key path and name of each global that is not allowed, in order, up to a limit; empty if
-    that cannot be told.
+    that cannot be determined.
     """
     from torch import _weights_only_unpickler as restricted
 
@@ -257,6 +258,6 @@ def find_refused(stream: bytes) -> list[tuple[str, str]]:
                 first.setdefault(name, step)
             if len(first) == MAX_REFUSED:
                 break
-    except Exception:  # The stream is broken, which its reader has said already.
+    except Exception:  # The stream is broken, which its reader has reported already.
         return []
     return [(_path(step), name) for name, step in first.items()]

@@ -1,9 +1,10 @@
-"""The fsspec protocol ``s4w``: files of `torch.save`, one or several in a row, are stored as ``.s4w`` files
-and read as what they were.
+"""The fsspec protocol ``s4w``: files of `torch.save`, or several of them concatenated, are stored
+as ``.s4w`` files and read as what they were.
 
-``s4w://runs/a`` and ``s4w://s3://bucket/run`` are what is below, compressed: every file that is written
-and holds tensors of `torch.save` is a ``.s4w`` file of its own there; all others, and what other programs
-put there, are as they are. `torch.distributed.checkpoint` finds its storage by it::
+``s4w://runs/a`` and ``s4w://s3://bucket/run`` add compression to ``runs/a`` and
+``s3://bucket/run``: every file written through them that holds tensors of `torch.save` is stored as
+a ``.s4w`` file. Other files, and those that other programs put there, stay as they are.
+`torch.distributed.checkpoint` accepts such a URL::
 
     dcp.save(state, checkpoint_id="s4w:///runs/a/step-1000")
 """
@@ -23,14 +24,14 @@ from ._errors import CorruptDataError
 from ._storages import dtype_name
 from ._torch_zip import find_storages
 
-#: The blob that says what the file was.
+#: The blob that describes the original file.
 _BLOB = "stream"
-#: What is stored of the bytes between tensors.
+#: The name of the stored tensor that holds the bytes between tensors.
 _REST = "rest"
 
 
 class S4wFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """What is below another file system, compressed."""
+    """Another file system, with compression."""
 
     protocol = "s4w"
     cachable = False
@@ -50,12 +51,12 @@ class S4wFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return fs, inner
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        """Lists what is below, with the sizes that it takes there."""
+        """Lists a folder of the underlying file system, with the stored sizes."""
         fs, inner = self._below(path)
         return fs.ls(inner, detail=detail, **kwargs)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """As it is below."""
+        """Information from the underlying file system, with the stored size."""
         fs, inner = self._below(path)
         return dict(fs.info(inner, **kwargs))
 
@@ -65,32 +66,32 @@ class S4wFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return bool(fs.exists(inner, **kwargs))
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Makes a folder, where there are any."""
+        """Makes a folder, if the underlying file system has folders."""
         fs, inner = self._below(path)
         fs.mkdir(inner, create_parents=create_parents, **kwargs)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes folders, where there are any."""
+        """Makes folders, if the underlying file system has folders."""
         fs, inner = self._below(path)
         fs.makedirs(inner, exist_ok=exist_ok)
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Renames what is below."""
+        """Renames a file or folder of the underlying file system."""
         (fs, first), (_, second) = self._below(path1), self._below(path2)
         fs.mv(first, second, **kwargs)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Removes what is below."""
+        """Removes files or folders of the underlying file system."""
         for each in path if isinstance(path, list) else [path]:
             fs, inner = self._below(each)
             fs.rm(inner, recursive=recursive, maxdepth=maxdepth)
 
     def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        """Opens a file to read it, or to write it whole.
+        """Opens a file to read it, or to write it as a whole.
 
         Raises:
-            ValueError: another mode than ``rb`` and ``wb``.
-            CorruptDataError: what is stored is damaged.
+            ValueError: the mode is neither ``rb`` nor ``wb``.
+            CorruptDataError: the stored file is damaged.
         """
         if mode not in ("rb", "wb"):
             raise ValueError(f"mode={mode!r}: 'rb' or 'wb' expected")
@@ -107,7 +108,7 @@ class S4wFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
 
 
 class _Written(io.BytesIO):
-    """A file that is written: it is stored when it is closed, whole or not at all."""
+    """A file that is being written. It is stored when it is closed, whole or not at all."""
 
     def __init__(self, fs: Any, path: str) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class _Written(io.BytesIO):
         self.close()
 
     def close(self) -> None:
-        """Stores it, unless an error ended the ``with`` that it was opened in."""
+        """Stores the file, unless an exception ended the ``with`` block that it was opened in."""
         if self.closed:
             return
         values = bytearray(self.getbuffer())
@@ -131,7 +132,7 @@ class _Written(io.BytesIO):
 
 
 class _Span(NamedTuple):
-    """Bytes of the file, and where they are: a number of a tensor, and the first byte there."""
+    """A range of bytes of the file, and where it is stored: tensor index, and first byte there."""
 
     start: int
     end: int
@@ -140,7 +141,7 @@ class _Span(NamedTuple):
 
 
 def compress(values: bytearray) -> bytes | None:
-    """The ``.s4w`` file for files of `torch.save` in a row; ``None`` if there are no tensors in it."""
+    """The ``.s4w`` file for concatenated files of `torch.save`; ``None`` if it has no tensors."""
     found = find_storages(values)
     if not found:
         return None
@@ -175,7 +176,7 @@ def compress(values: bytearray) -> bytes | None:
 
 
 class _Restored(io.RawIOBase):
-    """A file as it was, of which only what is read is decoded."""
+    """A file as it was written. Only what is read of it is decoded."""
 
     def __init__(self, data: bytes, name: str) -> None:
         self._reader = _core.Reader(None, None, data, None, {})
@@ -187,10 +188,10 @@ class _Restored(io.RawIOBase):
             self._spans = _spans(places, self._size, [t[3] for t in tensors]) if ends else []
         except (KeyError, ValueError, TypeError) as error:
             raise CorruptDataError(
-                f"{name}: no file that was written through s4w://: {error}"
+                f"{name}: not a file that was written through s4w://: {error}"
             ) from error
         if not ends:
-            raise CorruptDataError(f"{name}: no file that was written through s4w://")
+            raise CorruptDataError(f"{name}: not a file that was written through s4w://")
         self._at = 0
 
     def readable(self) -> bool:
@@ -231,11 +232,11 @@ class _Restored(io.RawIOBase):
 
 
 def _spans(places: list[tuple[int, int]], size: int, stored: list[int]) -> list[_Span]:
-    """Where the bytes of a file are. Raises `ValueError` if the places are not those of the tensors."""
+    """Where the bytes of a file are stored. Raises `ValueError` if ``places`` does not fit."""
     spans, at, rest = [], 0, 0
     for number, (offset, length) in enumerate(places):
         if offset < at or length != stored[number]:
-            raise ValueError("tensors at other places")
+            raise ValueError("tensors are at other offsets")
         spans.append(_Span(at, offset, len(places), rest))
         spans.append(_Span(offset, offset + length, number, 0))
         rest, at = rest + offset - at, offset + length

@@ -1,4 +1,4 @@
-"""Saves in the background whose outcome nobody has seen, when the process forks or ends."""
+"""What happens to background saves whose outcome nobody has seen when the process forks or ends."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("s4weights")
 
-#: Saves that run, or that failed and nobody was told.
+#: Saves that are running, or that have failed without anyone seeing the error.
 _live: set[Pending[Any]] = set()
-#: What else is to be done in the child after a fork.
+#: Further functions to call in the child after a fork.
 _resets: list[Callable[[], None]] = []
 _child_hook_of = 0
 
 
 def add(pending: Pending[Any]) -> None:
-    """Notes a save that begins."""
+    """Registers a save that begins."""
     global _child_hook_of
     _live.add(pending)
     multiprocessing = sys.modules.get("multiprocessing.process")
     if multiprocessing is None or multiprocessing.parent_process() is None:
         return
-    # Such a process ends without the interpreter's own hooks.
+    # A process of `multiprocessing` ends without running `atexit` hooks.
     if _child_hook_of != os.getpid():
         _child_hook_of = os.getpid()
         from multiprocessing.util import Finalize
@@ -39,13 +39,13 @@ def add(pending: Pending[Any]) -> None:
 
 
 def discard(pending: Pending[Any]) -> None:
-    """The save succeeded, or somebody has seen that it failed."""
+    """Unregisters a save that succeeded, or whose error someone has seen."""
     _live.discard(pending)
 
 
 def at_fork(reset: Callable[[], None]) -> None:
-    """Has something done in the child after a fork, where no other thread runs: locks that other
-    threads held stay locked there, and what they would have finished is never finished.
+    """Registers a function to call in the child after a fork. No other thread exists there: locks
+    that other threads held stay locked, and what they were doing is never finished.
     """
     _resets.append(reset)
 
@@ -60,7 +60,7 @@ def _in_child() -> None:
 
 
 def _failures() -> list[str]:
-    """Waits for all saves, and returns those that failed and that nobody has asked about."""
+    """Waits for all saves; returns messages about failed ones whose error nobody has seen."""
     failed = []
     for pending in sorted(_live, key=lambda p: p._number):
         error = pending.committed.exception()
@@ -84,7 +84,7 @@ def _at_exit() -> None:
     try:
         failed = _failures()
         _tell(failed)
-        # After an exception the status says that something went wrong anyway.
+        # After an uncaught exception the exit status is not 0 anyway.
         if failed and not hasattr(sys, "last_value"):
             _fail_at_exit()
     finally:
@@ -99,14 +99,14 @@ def _at_end_of_child() -> None:
 
 
 class _Unsaved(Exception):
-    """What makes Python's exit status 120."""
+    """The exception that makes Python exit with status 120."""
 
 
 class _FailingStream:
-    """Standard output whose last flush fails, after it has flushed.
+    """A standard stream whose last flush raises, after flushing.
 
-    By then nothing can set the exit status but `os._exit`, which would skip the hooks and buffers
-    of others. That a last flush failed is the one thing that the interpreter itself reports.
+    By then only `os._exit` can set the exit status, but it would skip other hooks and buffers. A
+    failing last flush is the only thing that the interpreter itself turns into an exit status.
     """
 
     def __init__(self, stream: Any) -> None:

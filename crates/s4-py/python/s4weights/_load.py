@@ -50,39 +50,40 @@ def load(
 ) -> Any:
     """Loads what `save` saved, with the arguments of `torch.load` and some more.
 
-    A file of `torch.save` or of safetensors is given to its own reader. It may be called from
-    several threads at once, but not with the same stream.
+    Files of `torch.save` and safetensors files are passed to their own readers. `load` may be
+    called from several threads at once, but not with the same stream.
 
     Args:
-        f: a path, a URL or a binary stream that can be read.
-        map_location: as in `torch.load`: ``None``, a device, a dict or a callable. What belongs
-            on a CUDA device is decoded there; a callable is given storages of the host.
+        f: a path, a URL or a readable binary stream.
+        map_location: as in `torch.load`: ``None``, a device, a dict or a callable. Tensors for a
+            CUDA device are decoded on it; a callable is given storages in host memory.
         pickle_module: as in `torch.load`; implies ``weights_only=False``.
         weights_only: ``None`` means true: nothing but tensors, plain values and the globals allowed
             in `torch.serialization` is built. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and
-            ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` are heeded.
-        mmap: for files of `torch.save`; a ``.s4w`` file is decoded, so that it has no effect there,
-            as a warning says.
+            ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` are respected.
+        mmap: for files of `torch.save` only. A ``.s4w`` file must be decoded, so that this has no
+            effect but a warning.
         threads: native threads; ``None`` means one for each core.
         device: where tensors for CUDA devices are decoded: as in `save`.
         gpu_scratch: as in `save`.
         progress: as in `save`.
         storage_options: as in `save`.
-        trusted: the file comes from a program that you trust: a vendor's closed codecs, which
-            preset ``"nvcomp"`` writes, are decoded on a GPU. Their decoders are not safe on files
-            of unknown origin. It has no effect on what is unpickled.
-        keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``: the dicts
-            that lead there come back with nothing else in them, and nothing else is read.
+        trusted: the file comes from a program that you trust. It may then use a vendor's closed
+            codecs, which preset ``"nvcomp"`` writes, and which are decoded on a GPU: their
+            decoders are not safe on files of unknown origin. It has no effect on unpickling.
+        keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``. The
+            dicts on the way to these parts are returned with nothing else in them, and nothing
+            else is read.
         pickle_load_args: for the unpickler, such as ``encoding``.
 
     Raises:
-        KeyError: nothing in the file is at one of ``keys``.
-        TypeError: an argument that neither this nor an unpickler has.
-        UnsafeLoadError: ``weights_only`` met an object that is not allowed; it names its key path.
-        CorruptDataError: the file is damaged or cut.
+        KeyError: one of ``keys`` leads to nothing in the file.
+        TypeError: an argument that neither this function nor an unpickler takes.
+        UnsafeLoadError: ``weights_only`` does not allow an object; the error has its key path.
+        CorruptDataError: the file is damaged or truncated.
         NotFoundError: there is no such file.
-        UnsupportedFormatError: the file was written by another version.
-        S4Error: another of its kinds.
+        UnsupportedFormatError: this version cannot read the file.
+        S4Error: any other failure.
     """
     require_torch("load")
     compute = Compute(device, gpu_scratch)
@@ -109,16 +110,16 @@ def load(
     )
 
 
-# `torch.load = s4weights.load` is not to call itself.
+# After `torch.load = s4weights.load`, this must not call itself.
 setattr(load, OURS, True)
 
 
 def check_pickle_arguments(
     function: str, pickle_module: Any, pickle_load_args: Mapping[str, Any]
 ) -> None:
-    """Refuses arguments that no unpickler takes: they are another argument's name, misspelt.
+    """Raises `TypeError` for arguments that no unpickler takes, such as misspelt names.
 
-    A module of the caller's may take any.
+    A pickle module of the caller's may take any argument.
     """
     if pickle_module not in (None, pickle):
         return
@@ -137,7 +138,7 @@ def read(
     pickle_load_args: dict[str, Any],
     recorder: Recorder,
 ) -> Any:
-    """The object of an open file or checkpoint; ``keys`` name the parts of it that are wanted."""
+    """Reads the object of an open file or checkpoint, or only the parts that ``keys`` name."""
     with recorder.watch():
         recorder.look(source)
         with recorder.stage("read"):
@@ -177,11 +178,11 @@ def verify(
     It may be called from several threads at once.
 
     Returns:
-        What was checked.
+        A report of what was checked.
 
     Raises:
-        CorruptDataError: something is damaged; it says what and where.
-        S4Error: another of its kinds.
+        CorruptDataError: something is damaged; the message says what and where.
+        S4Error: any other failure.
     """
     reader = require_s4w(open_source(f, storage_options, threads, trusted))
     report: dict[str, Any] = json.loads(reader.verify())
@@ -193,7 +194,7 @@ def inspect(
     *,
     storage_options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What a ``.s4w`` file says of itself: versions, tensors, sizes, metadata. Reads no tensor.
+    """Describes a ``.s4w`` file: versions, tensors, sizes, metadata. Reads no tensor data.
     It may be called from several threads at once.
     """
     reader = require_s4w(open_source(f, storage_options, None))
@@ -204,9 +205,9 @@ def inspect(
 def get_unsafe_globals(
     f: FileLike, *, storage_options: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The classes and functions that a file needs and that ``weights_only=True`` does not allow, as
-    `torch.serialization.get_unsafe_globals_in_checkpoint` tells of files of `torch.save`. Loads
-    nothing.
+    """The classes and functions that a file needs and that ``weights_only=True`` does not allow:
+    for ``.s4w`` files what `torch.serialization.get_unsafe_globals_in_checkpoint` is for files of
+    `torch.save`. Loads nothing.
     """
     source = open_source(f, storage_options, None)
     if isinstance(source, Foreign):

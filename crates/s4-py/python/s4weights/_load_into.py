@@ -21,19 +21,23 @@ from ._storages import StorageReader, covering_shape, read_batch
 if TYPE_CHECKING:
     import torch
 
-#: Problems that an error names.
+#: The most problems that an error message names.
 _NAMED = 8
 
 
 class IncompatibleKeys(NamedTuple):
-    """Key paths of tensors that `load_into` left as they are, since the other side has none."""
+    """Key paths of tensors that exist on one side only, which `load_into` passed over: missing in
+    the file, or unexpected there.
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class Pair(NamedTuple):
-    """A tensor to be filled, what the file says of it, and the number of its storage there."""
+    """A tensor to be filled, its saved counterpart (without values), and the index of that one's
+    storage in the file.
+    """
 
     path: str
     target: torch.Tensor
@@ -53,16 +57,16 @@ def load_into(
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> IncompatibleKeys:
-    """Fills tensors, on the host or on CUDA devices, with those of a ``.s4w`` file: no second copy
-    of them is ever in memory, except of those that are not contiguous. Several threads may call
-    it at once, to fill different tensors.
+    """Fills existing tensors, on the host or on CUDA devices, with the values of a ``.s4w`` file.
+    There is never a second copy of them in memory, except of tensors that are not contiguous.
+    Several threads may call it at once, to fill different tensors.
 
     Args:
-        state_dict: what leads to the tensors: a state dict, a module, containers of those. Tensors
-            are matched by their key paths, such as ``model.layers.0.weight``; those of a module are
-            those of its ``state_dict()``. Other values are left as they are; ``load(f, "meta")``
-            shows what the file has of them.
-        f: as in `load`. The two may change places.
+        state_dict: where the tensors are: a state dict, a module, or containers of those. Tensors
+            are matched by their key paths, such as ``model.layers.0.weight``; the tensors of a
+            module are those of its ``state_dict()``. Other values are left as they are;
+            ``load(f, "meta")`` shows the file's.
+        f: as in `load`. The first two arguments may be swapped.
         strict: whether both sides must have the same tensors.
         weights_only: as in `load`.
         threads: as in `load`.
@@ -72,13 +76,13 @@ def load_into(
         storage_options: as in `load`.
 
     Returns:
-        What ``strict=False`` passed over.
+        The key paths that ``strict=False`` passed over.
 
     Raises:
-        TypeError: neither of the first two is a file.
-        MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled
-            (sparse, quantized, distributed); no tensor was touched.
-        S4Error: another of its kinds, as `load`; the tensors' values are unspecified then.
+        TypeError: neither of the first two arguments is a file.
+        MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be
+            filled (sparse, quantized, distributed). No tensor was touched.
+        S4Error: any other failure, as in `load`. The tensors' values are then unspecified.
     """
     state_dict, f = _in_order(state_dict, f)
     compute = Compute(device, gpu_scratch)
@@ -108,7 +112,7 @@ def match(
     strict: bool = True,
     weights_only: bool | None = True,
 ) -> list[Pair]:
-    """The tensors of a file that go into tensors.
+    """Matches tensors with those of a file that are to fill them.
 
     Raises:
         MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled.
@@ -118,7 +122,7 @@ def match(
 
 
 def _in_order(state_dict: Any, f: Any) -> tuple[Any, FileLike]:
-    """The tensors and the file, whichever came first."""
+    """The state dict and the file, in that order, whichever was given first."""
     if _is_file(f):
         return state_dict, f
     if _is_file(state_dict):
@@ -136,7 +140,7 @@ def _is_file(f: Any) -> bool:
 def _saved(
     source: _core.Reader, weights_only: bool | None, compute: Compute
 ) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-    """The file's tensors, without values, by key path; the numbers of their storages."""
+    """The file's tensors, without values, by key path, and the indices of their storages."""
     storages = StorageReader(source, source.tensors(), "meta", Progress(None, 0, "load"), compute)
     pickle_module = choose_unpickler(None, weights_only, {})
     obj = build(source, source.tree(), storages, "meta", pickle_module, {"encoding": "utf-8"})
@@ -173,7 +177,9 @@ def _pair(
 
 
 def _extra_state(obj: Any, path: str = "") -> tuple[str, ...]:
-    """Where modules keep extra state, which is theirs to load: what the paths of tensors in it begin with."""
+    """The path prefixes of the extra state of modules: modules load that themselves, so tensors
+    below these paths may be in the file only.
+    """
     import torch
 
     if isinstance(obj, torch.nn.Module):
@@ -186,7 +192,7 @@ def _extra_state(obj: Any, path: str = "") -> tuple[str, ...]:
 
 
 def _difference(target: torch.Tensor, saved: torch.Tensor) -> str | None:
-    """Why a tensor cannot take what was saved."""
+    """Why a tensor cannot be filled with the saved one; ``None`` if it can."""
     if target.dtype != saved.dtype or target.shape != saved.shape:
         return (
             f"is {target.dtype} {list(target.shape)}, in the file {saved.dtype} {list(saved.shape)}"
@@ -199,7 +205,7 @@ def _difference(target: torch.Tensor, saved: torch.Tensor) -> str | None:
 
 
 def _unusual(tensor: torch.Tensor) -> str | None:
-    """What kind of tensor it is, if it is not elements at strides of one storage of its own."""
+    """The kind of a tensor that is anything but strided elements of a single storage."""
     import torch
 
     if tensor.layout is not torch.strided:
@@ -213,7 +219,7 @@ def _unusual(tensor: torch.Tensor) -> str | None:
 
 
 def _shared(pairs: list[Pair]) -> list[str]:
-    """Tensors that lie in the same memory, but are different ones in the file."""
+    """Problems with tensors that share memory but are different tensors in the file."""
     spans = []
     for pair in pairs:
         if pair.target.is_contiguous() and pair.target.nbytes:
@@ -224,7 +230,7 @@ def _shared(pairs: list[Pair]) -> list[str]:
     for (device, start, end, a), (next_device, next_start, next_end, b) in pairwise(spans):
         same = (start, end) == (next_start, next_end) and _same_values(a, b)
         if device == next_device and next_start < end and not same:
-            problems.append(f"`{a.path}` and `{b.path}` share memory, and not in the file")
+            problems.append(f"`{a.path}` and `{b.path}` share memory, but not in the file")
     return problems
 
 
@@ -258,7 +264,7 @@ def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: P
 
 
 def direct_place(pair: Pair, compute: Compute) -> tuple[int, int] | None:
-    """Where the tensor's memory is, if the stored bytes can be read into it as they are."""
+    """Where the tensor's memory is, if the stored bytes can be read straight into it."""
     target, saved = pair.target, pair.saved
     whole = covering_shape(saved) is not None and target.is_contiguous()
     if not whole or target.is_conj() or target.is_neg() or target.is_quantized:
@@ -271,7 +277,9 @@ def direct_place(pair: Pair, compute: Compute) -> tuple[int, int] | None:
 
 
 def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress: Progress) -> None:
-    """Fills a tensor from one that has the same storage in the file, or by way of the host."""
+    """Fills a tensor from ``other``, which was filled from the same storage, or through host
+    memory.
+    """
     import torch
 
     target, saved = pair.target, pair.saved

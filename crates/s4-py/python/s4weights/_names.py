@@ -14,16 +14,16 @@ from ._errors import MismatchError
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of UTF-8 that the format allows in a tensor's name.
+#: The most bytes of UTF-8 that the format allows in a tensor's name.
 MAX_NAME = 4096
-#: Characters of a key path.
+#: The most characters of a key path.
 MAX_PATH = 4 * MAX_NAME
 
-#: Levels and parts of a tuple that its name shows.
+#: The most levels and parts of a tuple that its label shows.
 MAX_LABEL_DEPTH = 3
 MAX_LABEL_PARTS = 16
 
-#: Objects that are looked at for names before giving up: names are a nicety.
+#: The most objects that are visited to find names: names are only a convenience.
 MAX_VISITS = 1 << 20
 
 _PLAIN_LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
@@ -37,7 +37,7 @@ def join(path: str, key: object) -> str:
     """The path of what lies under ``key`` of the object at ``path``: ``model.layers.0.weight``."""
     text = key if type(key) is str else label(key)
     path = f"{path}.{text}" if path else text
-    # Objects may be nested without end; the end of a path says more than its beginning.
+    # Objects may be nested deeply; the end of a path says more than its beginning.
     return path if len(path) <= MAX_PATH else f"...{path[-MAX_PATH // 2 :]}"
 
 
@@ -60,18 +60,19 @@ def walk_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that containers and attributes lead to, with its path, in saving order.
 
-    Only names depend on it: what it does not reach is saved all the same, under a number.
+    For saving, only names depend on it: a tensor that it does not reach is saved under a generic
+    name.
 
     Args:
         root: the object.
-        as_state: give modules as their state dicts, and a tensor once for each path that leads to it.
+        as_state: walk modules as their state dicts, and yield a tensor once per path to it.
     """
     import torch
 
     nothing: frozenset[int] = frozenset()
     seen: set[int] = set()
     visits = 0
-    # With a path, the objects on the way to it: what holds itself is not entered again.
+    # Each path with the ids of the objects on the way to it, so that cycles end.
     todo: deque[tuple[str, Any, frozenset[int]]] = deque([("", root, nothing)])
     while todo and (as_state or visits < MAX_VISITS):
         path, obj, above = todo.popleft()
@@ -82,7 +83,7 @@ def walk_tensors(
             yield path, obj
             continue
         if as_state and isinstance(obj, torch.nn.Module):
-            # Lazy modules, and those with hooks, may hold what is no tensor.
+            # State dicts of lazy modules, or of modules with hooks, may hold other values.
             state = obj.state_dict(keep_vars=True)
             tensors = [(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
             yield from ((join(path, name), tensor) for name, tensor in tensors)
@@ -98,9 +99,9 @@ def walk_tensors(
 
 
 def tensors_by_path(root: object) -> dict[str, torch.Tensor]:
-    """The tensors that `walk_tensors` gives of a state, by their paths.
+    """The tensors that `walk_tensors` finds in a state, by their paths.
 
-    Raises `MismatchError` if two have the same path: which is which nobody can say.
+    Raises `MismatchError` if two tensors have the same path, and so cannot be told apart.
     """
     found: dict[str, torch.Tensor] = {}
     for path, tensor in walk_tensors(root, as_state=True):
@@ -110,7 +111,9 @@ def tensors_by_path(root: object) -> dict[str, torch.Tensor]:
 
 
 def unique(path: str, known: Container[str]) -> str:
-    """A path; where it is known, with a number behind it: ``{"a.b": x, "a": {"b": y}}`` has one of two tensors."""
+    """A path that is not in ``known``, with a number appended if need be: in
+    ``{"a.b": x, "a": {"b": y}}``, two tensors have the same path.
+    """
     if path not in known:
         return path
     return next(name for n in itertools.count(2) if (name := f"{path}~{n}") not in known)

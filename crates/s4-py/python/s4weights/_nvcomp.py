@@ -1,4 +1,4 @@
-"""Finding nvCOMP, which NVIDIA's packages install beside this one."""
+"""Finds nvCOMP, which NVIDIA's packages install next to this one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 def load_nvcomp() -> None:
     """Loads the library of an installed ``nvidia-libnvcomp-cu12`` or ``-cu13``, if there is one.
 
-    The native module then finds it by its name. ``NVCOMP_LIBRARY``, if it is set, comes first
-    there, and where nothing is found it says what to install.
+    The native module then finds it by name. If ``NVCOMP_LIBRARY`` is set, the native module uses
+    that first. If it finds nothing, its error says what to install.
     """
     if os.environ.get("NVCOMP_LIBRARY"):
         return
@@ -25,8 +25,8 @@ def load_nvcomp() -> None:
 
 
 def _installed() -> list[Path]:
-    """Where packages are installed. The search path has other folders as well, such as the working
-    directory, from which no library is to be loaded.
+    """The folders in which packages are installed. The search path has other folders as well, such
+    as the working directory, from which no library must be loaded.
     """
     folders = [Path(entry) for entry in sys.path]
     return [f for f in folders if f.is_absolute() and f.name in ("site-packages", "dist-packages")]

@@ -60,9 +60,10 @@ def save_checkpoint(
 ) -> CheckpointEntry | PendingSave:
     """Saves one checkpoint into the store at a folder or URL, which is created if need be.
 
-    A training loop does better with a `CheckpointStore`, which remembers what it saved last, and what
-    a save in the background failed with. ``store_options`` are those of that class, ``blocking`` and
-    ``stage`` those of its `save_checkpoint`. It may be called from several threads at once.
+    For a training loop a `CheckpointStore` is better: it keeps in memory what it saved last, and
+    raises the errors of background saves. ``store_options`` are the arguments of that class;
+    ``blocking`` and ``stage`` are those of its `save_checkpoint`. This function may be called from
+    several threads at once.
     """
     store = CheckpointStore(url, **store_options)
     if blocking:
@@ -90,8 +91,8 @@ def load_checkpoint(
 ) -> Any:
     """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`.
 
-    ``storage_options``, ``threads`` and ``timeout`` are those of that class. It may be called from
-    several threads at once.
+    ``storage_options``, ``threads`` and ``timeout`` are those of that class. This function may be
+    called from several threads at once.
     """
     with CheckpointStore(
         url, storage_options=storage_options, threads=threads, timeout=timeout

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Saved(NamedTuple):
-    """What a file says of a tensor, without its values, and the number of its storage there."""
+    """A saved tensor, without its values, and the index of its storage in the file."""
 
     tensor: torch.Tensor
     number: int
@@ -33,8 +33,8 @@ class _Saved(NamedTuple):
 class File(Mapping[str, Any]):
     """A ``.s4w`` file whose tensors can be read one by one, and in part.
 
-    Any thread may call any method, several at once. As a mapping it gives whole tensors by their
-    key paths.
+    Any thread may call any method, several at once. As a mapping it returns whole tensors by
+    their key paths.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class File(Mapping[str, Any]):
         self.close()
 
     def close(self) -> None:
-        """Lets go of the file. Tensors that were read stay."""
+        """Closes the file. Tensors that were read stay valid."""
         self._reader = None
 
     def __len__(self) -> int:
@@ -90,7 +90,9 @@ class File(Mapping[str, Any]):
         return self.get_slice(key)[...]
 
     def get_slice(self, key: str) -> Slice:
-        """A tensor of which parts can be read: ``f.get_slice("w")[10:20, :]``."""
+        """A tensor to be read in parts: ``f.get_slice("w")[10:20, :]``. Raises `KeyError` if there
+        is none with this key path.
+        """
         if key not in self._saved:
             close = difflib.get_close_matches(str(key), self._saved, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -107,9 +109,8 @@ class File(Mapping[str, Any]):
 
 
 class Slice:
-    """A tensor that is read when it is indexed, and no more of it than that takes.
-
-    Chunks are decoded whole: each has 64 Ki or 128 Ki values.
+    """A tensor that is read when it is indexed. Only the chunks that the index needs are decoded,
+    each as a whole: 64 Ki to 256 Ki values.
     """
 
     def __init__(self, file: File, key: str, saved: _Saved) -> None:
@@ -119,16 +120,17 @@ class Slice:
         return f"<s4weights.Slice {self._key!r}: {self.get_dtype()} {self.get_shape()}>"
 
     def get_shape(self) -> list[int]:
-        """Sizes of the dimensions."""
+        """The size of each dimension."""
         return list(self._saved.tensor.shape)
 
     def get_dtype(self) -> torch.dtype:
-        """Type of the elements."""
+        """The type of the elements."""
         return self._saved.tensor.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Integers, lists of them, slices (with positive steps), ``None`` and ``...``, as a tensor takes
-        them; nothing else. A list reads all from its smallest to its largest number.
+        """Reads a part. The index may consist of integers, lists of integers, slices (with positive
+        steps), ``None`` and ``...``, with the same meaning as for a tensor. For a list, everything
+        from its smallest to its largest index is read.
         """
         import torch
 
@@ -136,7 +138,7 @@ class Slice:
         item = saved.element_size()
         ranges, rest = ranges_of(index, saved.shape, self._key)
         if not saved.is_contiguous():
-            # Strides of its own: all of its storage is read.
+            # Not contiguous: its whole storage is read.
             nbytes = saved.untyped_storage().nbytes()
             storage = torch.UntypedStorage(nbytes)
             self._read(number, (0, 1, (nbytes,)), [(0, nbytes)], storage)
@@ -170,7 +172,7 @@ class Slice:
 def ranges_of(
     what: Any, shape: Sequence[int], key: str
 ) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
-    """The range of each dimension that an index needs, and what is left to do to what was read."""
+    """The range of each dimension that an index needs, and the index to apply to what was read."""
     items = list(what) if isinstance(what, tuple) else [what]
     dots = [at for at, one in enumerate(items) if one is ...]
     if len(dots) > 1:
@@ -193,7 +195,7 @@ def ranges_of(
 
 
 def _range_of(one: Any, size: int, dimension: int) -> tuple[tuple[int, int], Any]:
-    """The same of one dimension."""
+    """As `ranges_of`, for one dimension."""
     if isinstance(one, slice):
         start, stop, step = one.indices(size)
         if step <= 0:
@@ -230,25 +232,25 @@ def open(
     storage_options: Mapping[str, str] | None = None,
     trusted: bool = False,
 ) -> File:
-    """Opens a ``.s4w`` file, of which tensors are then read one by one, or in part::
+    """Opens a ``.s4w`` file to read tensors one by one, whole or in part::
 
         with s4weights.open("step100.s4w", device="cuda") as f:
             rows = f.get_slice("model.embed.weight")[1000:2000]
             bias = f.get_tensor("model.layers.0.bias")
 
-    Reads the index of the file and decodes nothing before it is asked for.
+    Opening reads only the file's index; tensors are decoded when they are asked for.
 
     Args:
         f: as in `load`.
-        device: where the tensors are to be: decoded on the host, and copied there.
-        weights_only: as in `load`: for objects that were pickled.
+        device: the device of the tensors. They are decoded on the host and copied to it.
+        weights_only: as in `load`, for objects that were pickled.
         threads: as in `load`.
         storage_options: as in `save`.
         trusted: as in `load`.
 
     Raises:
-        UnsupportedFormatError: it is no ``.s4w`` file.
-        S4Error: another of its kinds, as `load`.
+        UnsupportedFormatError: it is not a ``.s4w`` file.
+        S4Error: any other failure, as in `load`.
     """
     require_torch("open")
     require_little_endian()

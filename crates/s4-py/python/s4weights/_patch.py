@@ -1,4 +1,4 @@
-"""`patch`: programs that call `torch.save` and `torch.load`, unmodified, with ``.s4w`` files."""
+"""`patch`: lets unmodified programs that call `torch.save` and `torch.load` use ``.s4w`` files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ._save import check_preset, save
 from ._torch import OURS, original, require_torch
 
 _lock = threading.Lock()
-#: What `unpatch` puts back, the innermost patch last: modules, names and functions.
+#: What `unpatch` restores: modules, names and functions for each patch, the latest one last.
 _before: list[list[tuple[Any, str, Any]]] = []
 
 
 class Patch:
-    """A patch that is in force: as a context manager, until the block ends."""
+    """An active patch. As a context manager, it lasts until the block ends."""
 
     def __enter__(self) -> Patch:
         return self
@@ -30,9 +30,9 @@ def patch(**options: Any) -> Patch:
     """Replaces `torch.save` and `torch.load` by `save` and `load`, in this process, and
     `torch.serialization.get_unsafe_globals_in_checkpoint` by `get_unsafe_globals`.
 
-    Programs that look them up when they call them (``torch.save(...)``) then write ``.s4w`` files,
-    under the names that they chose, and read those and files of `torch.save` and safetensors. One
-    that imported the functions before (``from torch import save``) keeps the old ones.
+    Programs that call them as ``torch.save(...)`` then write ``.s4w`` files, under the names that
+    they chose, and read those, files of `torch.save` and safetensors files. Code that imported the
+    functions themselves before (``from torch import save``) keeps the old ones.
 
     ::
 
@@ -42,11 +42,11 @@ def patch(**options: Any) -> Patch:
             trainer.train()
 
     Args:
-        options: for both, each time they are called: `save`'s ``preset``, ``threads``, ``device``,
-            ``gpu_scratch``. `load` gets those that it knows.
+        options: defaults for every call of `save` and `load`: ``preset``, ``threads``, ``device``
+            and ``gpu_scratch``. `load` gets those that it has.
 
     Returns:
-        A context manager that takes the patch back; or call `unpatch`.
+        A context manager that undoes the patch at its end. `unpatch` does the same.
 
     Raises:
         TypeError: an option is not one of those.
@@ -82,7 +82,7 @@ def patch(**options: Any) -> Patch:
 
 
 def unpatch() -> None:
-    """Takes the last `patch` back. Does nothing if there is none."""
+    """Undoes the last `patch`. Does nothing if there is none."""
     with _lock:
         for module, name, function in _before.pop() if _before else ():
             setattr(module, name, function)
@@ -94,7 +94,7 @@ def _replacing(name: str, ours: Callable[..., Any], options: dict[str, Any]) -> 
     @functools.wraps(function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if name == "save" and _skips_data():
-            # A file without data, to be filled later, is a thing of torch's own format.
+            # Files without data, to be filled later, exist only in PyTorch's own format.
             return function(*args, **kwargs)
         done = ours(*args, **{**options, **kwargs})
         return None if name == "save" else done

@@ -1,4 +1,4 @@
-"""Saves that run in the background, and how a process ends while some do."""
+"""Background saves, and how a process ends while some are running."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Values of saves that went on in another process.
+#: Values of saves that continue in the parent process, kept so that they are never freed here.
 _ABANDONED: list[StagedValues | None] = []
-#: Saves are told of in the order in which they began.
+#: Numbers saves, so that failures are reported in the order in which saves began.
 _numbers = itertools.count()
 
 logger = logging.getLogger("s4weights")
@@ -41,7 +41,7 @@ _ALIGN = 64
 
 
 class Outcome(Future[T]):
-    """A future that nobody can cancel: the save goes on whoever waits for it."""
+    """A future that cannot be cancelled: the save continues in any case."""
 
     def cancel(self) -> bool:
         return False
@@ -68,7 +68,7 @@ class SaveFuture(Outcome[T]):
         return outcome
 
     def settle(self) -> BaseException | None:
-        """Waits; gives the error if nobody has seen it: to one caller, if several wait."""
+        """Waits; returns the error if nobody has seen it. If several callers wait, one gets it."""
         outcome = super().exception()
         with self._condition:
             seen, self._seen = self._seen, True
@@ -77,21 +77,22 @@ class SaveFuture(Outcome[T]):
 
 
 class Pending(Generic[T]):
-    """A save that goes on in the background.
+    """A save that runs in the background.
 
-    Any thread may use it, several at once. In a process that was forked while the save ran it has
-    failed: the save goes on in the parent process alone.
+    Any thread may use it, several at once. In a process that was forked during the save it counts
+    as failed: the save continues in the parent process only.
 
     Attributes:
-        stage: how values are kept as they were at the call: ``"device"``, ``"host"`` or ``"lazy"``.
-        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` that is
-            the case when the call returns. With ``"device"`` the copies are queued by then, so that
-            streams which do not wait for the one that was current are to wait (`wait_staged`)
-            before they write to the tensors, as after any other work on them.
-        committed: done when the save is; its result is what a call that blocks returns.
+        stage: how the values at the time of the call are preserved: ``"device"``, ``"host"`` or
+            ``"lazy"``.
+        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` it is
+            done when the call returns. With ``"device"`` the copies are only queued by then: a
+            stream that does not wait for the stream that was current at the call must wait
+            (`wait_staged`) before it writes to the tensors, as after any other work on them.
+        committed: done when the save is done; its result is what a blocking call returns.
     """
 
-    #: What tells of a failure.
+    #: The call that would report a failure.
     _teller = "close()"
 
     def __init__(self, what: str) -> None:
@@ -109,16 +110,16 @@ class Pending(Generic[T]):
         if not self.committed.done():
             state = "staged" if self.staged.done() else "reading values"
         else:
-            # Asked in this way it does not count as seen.
+            # Unlike `exception()`, this does not count as having seen the error.
             state = "done" if Future.exception(self.committed) is None else "failed"
         return f"<{type(self).__name__} {self._what}: {state}>"
 
     def wait(self, timeout: float | None = None) -> T:
-        """Waits until the save is done. Raises what it failed with."""
+        """Waits until the save is done. Raises its error if it failed."""
         return self.committed.result(timeout)
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self.committed.done()
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -126,11 +127,11 @@ class Pending(Generic[T]):
         thread, and any stream of a device, may change or free the tensors.
 
         Raises:
-            TimeoutError: they were not within so many seconds. (Copies on a device, which take
-                milliseconds once it gets to them, are waited for however long that is.)
+            TimeoutError: that did not happen within ``timeout`` seconds. (The timeout does not
+                cover copies on a device, which take milliseconds once the device gets to them.)
         """
         if self._abandoned:
-            return  # It is the parent process's memory that is read.
+            return  # The save reads the parent process's memory.
         try:
             self.staged.result(timeout)
         except futures.TimeoutError as error:
@@ -140,17 +141,18 @@ class Pending(Generic[T]):
             values.wait_copied()
 
     def guard(self, *optimizers: Any) -> Guard:
-        """Has steps of optimizers wait until the values are staged, each once: what ``stage="lazy"``
-        needs. With ``"device"`` and ``"host"`` no thread has to wait.
+        """Makes the next step of each optimizer wait until the values are staged, as
+        ``stage="lazy"`` requires. With ``"device"`` and ``"host"`` no thread has to wait.
 
-        It does so from the call on. Other loops use it as a context manager around the update, or
-        call `wait_staged` before it::
+        It takes effect at the call. Loops without such optimizers use it as a context manager
+        around the update, or call `wait_staged` before the update::
 
             with pending.guard():
                 update(parameters)
 
         Args:
-            optimizers: of PyTorch, or others with ``register_step_pre_hook``. None for ``with``.
+            optimizers: PyTorch optimizers, or others with ``register_step_pre_hook``; none when
+                used with ``with``.
 
         Raises:
             TypeError: an optimizer has no such method.
@@ -158,7 +160,7 @@ class Pending(Generic[T]):
         return Guard(self, optimizers)
 
     def _hold(self) -> None:
-        """Waits, here or on the current streams, until the values may be changed."""
+        """Makes this thread, or the current streams, wait until the values may be changed."""
         if self._abandoned:
             return
         self.staged.result()
@@ -167,13 +169,13 @@ class Pending(Generic[T]):
             values.hold_streams()
 
     def _take(self, values: StagedValues) -> None:
-        """The values of this save, before it starts."""
+        """Sets the values of this save; called before it starts."""
         self._values, self.stage = values, values.stage
         if values.is_ready:
             self._stage()
 
     def _start(self, save: Callable[[], T]) -> None:
-        """Runs the save on a thread of its own, which the interpreter waits for when it ends."""
+        """Runs the save on a thread of its own, which the interpreter waits for at exit."""
         self._thread = threading.Thread(target=self._run, args=(save,), name="s4weights-save")
         _live.add(self)
         try:
@@ -189,7 +191,7 @@ class Pending(Generic[T]):
                 self._values.settle()
             result = save()
         except BaseException as error:
-            # What the save held on to is not needed to tell why it failed.
+            # The traceback need not keep alive what the save held on to.
             traceback.clear_frames(error.__traceback__)
             logger.error("%s failed: %s", self._what, error)
             self._end_values()
@@ -201,20 +203,22 @@ class Pending(Generic[T]):
             _live.discard(self)
 
     def _prepare_next(self, result: T) -> None:
-        """Before anybody knows of the result, and may give such memory back."""
+        """Takes page-locked memory for the next save. Called before anyone knows the result, and so
+        might return such memory.
+        """
         if self._values is None or self._values.engine is None:
             return
         try:
             prepare_pinned_memory(self._values.engine, self._stored_bytes(result))
         except Exception:
-            logger.exception("%s: no memory was taken for the next one", self._what)
+            logger.exception("%s: could not reserve memory for the next save", self._what)
 
     def _stored_bytes(self, result: T) -> int:
         """Bytes that the save stored."""
         raise NotImplementedError
 
     def _finish_values(self) -> None:
-        """Called in the save once it needs neither the caller's tensors nor copies on devices."""
+        """Called by the save once it needs neither the caller's tensors nor copies on devices."""
         try:
             if self._values is not None:
                 self._values.release()
@@ -235,13 +239,13 @@ class Pending(Generic[T]):
             self.staged.set_result(None)
 
     def _give_up(self) -> None:
-        """Has the save end soon, and waits for that."""
+        """Tells the save to end early, and waits until it has."""
         self._given_up = True
         self.committed.exception()
 
     def _wait_returnable(self) -> None:
-        """Waits for what must be done before the call returns. The caller goes on if that is
-        interrupted, with tensors that are being read: then the save is given up.
+        """Waits for what must be done before the call returns. If the wait is interrupted, the
+        caller continues with tensors that are still being read, so the save is given up.
         """
         values = self._values
         if values is None or not values.waits:
@@ -253,21 +257,25 @@ class Pending(Generic[T]):
             raise
 
     def _give_way(self) -> None:
-        """Called in the save before its native work: if nobody waits for values to be read, other threads go first."""
+        """Called by the save before its native work: lowers its priority, unless the caller still
+        waits for values to be read.
+        """
         if self.staged.done():
             _core.give_way()
 
     def _check(self) -> None:
-        """Raises, in the save, once it was given up."""
+        """Called by the save: raises `S4Error` if the save was given up."""
         if self._given_up:
             raise S4Error("the save was given up: its tensors were not copied yet")
 
     def _abandon(self) -> None:
-        """In the child after a fork: threads that are not there may hold the locks of futures."""
+        """Called in the child after a fork, where futures may be locked by threads that no longer
+        exist.
+        """
         self._abandoned = True
         # Their memory belongs to a driver that this process cannot use.
         _ABANDONED.append(self._values)
-        error = S4Error(f"{self._what} goes on in the process that was forked, not in this one")
+        error = S4Error(f"{self._what} continues in the parent process, not in this forked one")
         for future in (self.staged, self.committed):
             if future._state == "FINISHED":
                 future._condition = threading.Condition()
@@ -277,20 +285,21 @@ class Pending(Generic[T]):
 
 
 class PendingSave(Pending[CheckpointEntry]):
-    """A checkpoint that is being saved in the background: `CheckpointStore.save_checkpoint` with
-    ``blocking=False``.
+    """A checkpoint that is being saved in the background: the result of
+    `CheckpointStore.save_checkpoint` with ``blocking=False``.
 
-    Any thread may use it, several at once. In a process that was forked while the save ran it has
-    failed: the save goes on in the parent process alone.
+    Any thread may use it, several at once. In a process that was forked during the save it counts
+    as failed: the save continues in the parent process only.
 
     Attributes:
         step: the training step.
         url: the store.
-        stage: how values are kept as they were at the call: ``"device"``, ``"host"`` or ``"lazy"``.
-        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` that is
-            the case when the call returns. With ``"device"`` the copies are queued by then, so that
-            streams which do not wait for the one that was current are to wait (`wait_staged`)
-            before they write to the tensors, as after any other work on them.
+        stage: how the values at the time of the call are preserved: ``"device"``, ``"host"`` or
+            ``"lazy"``.
+        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` it is
+            done when the call returns. With ``"device"`` the copies are only queued by then: a
+            stream that does not wait for the stream that was current at the call must wait
+            (`wait_staged`) before it writes to the tensors, as after any other work on them.
         committed: done when the checkpoint is listed; its result is the entry.
     """
 
@@ -304,15 +313,15 @@ class PendingSave(Pending[CheckpointEntry]):
 
 
 class PendingFile(Pending[dict[str, Any]]):
-    """A file that is being written in the background: `save` with ``blocking=False``. It appears when
-    it is whole.
+    """A file that is being written in the background: the result of `save` with
+    ``blocking=False``. The file appears only once it is complete.
 
-    As `PendingSave`, but for:
+    As `PendingSave`, without ``step`` and ``url``, and with:
 
     Attributes:
-        target: the path or URL; what a stream says of itself.
-        committed: done when the file is there under its name; its result is what `save` returns
-            otherwise.
+        target: the path or URL; for a stream its ``repr``.
+        committed: done when the file exists under its name; its result is what a blocking `save`
+            returns.
     """
 
     _teller = "wait()"
@@ -326,14 +335,14 @@ class PendingFile(Pending[dict[str, Any]]):
 
 
 class Outside(Pending[Any]):
-    """A save that others run in the background, such as PyTorch's DCP."""
+    """A save that another library, such as PyTorch's DCP, runs in the background."""
 
     def __init__(self, what: str, running: list[Pending[Any]]) -> None:
         super().__init__(what)
         self._running = running
 
     def follow(self, future: Future[Any]) -> None:
-        """Ends as a future does."""
+        """Takes over the outcome of a future."""
         _live.add(self)
         self._running.append(self)
         future.add_done_callback(self._end)
@@ -350,13 +359,13 @@ class Outside(Pending[Any]):
             self.committed.set_exception(error)
 
 
-#: For each optimizer the saves that its next step waits for. The hook stays with the optimizer: it
-#: cannot be removed while the optimizer goes through its hooks, and does nothing without a save.
+#: For each optimizer, the saves that its next step waits for. The hook stays registered: it cannot
+#: be removed while the optimizer runs its hooks, and it does nothing if there is no such save.
 _waiting: weakref.WeakKeyDictionary[Any, list[Pending[Any]]] = weakref.WeakKeyDictionary()
 
 
 class Guard:
-    """What `PendingSave.guard` returns: waits when it is entered."""
+    """What `PendingSave.guard` returns: entering it waits."""
 
     def __init__(self, pending: Pending[Any], optimizers: Sequence[Any]) -> None:
         self._pending = pending
@@ -389,7 +398,7 @@ def _guard(optimizer: Any, pending: Pending[Any]) -> None:
 def _hook(waiting: list[Pending[Any]]) -> Callable[..., None]:
     def wait(*arguments: object) -> None:
         while waiting:
-            # One that is interrupted is waited for at the next step.
+            # If the wait is interrupted, the next step waits for the same save again.
             waiting[0]._hold()
             del waiting[0]
 
@@ -397,7 +406,7 @@ def _hook(waiting: list[Pending[Any]]) -> Callable[..., None]:
 
 
 class HostBuffer:
-    """Host memory that snapshots are copied to, used again for the next one.
+    """Host memory that values are copied to, and that the next save reuses.
 
     It belongs to one save at a time, from before the copy until that save has ended.
     """
@@ -407,7 +416,7 @@ class HostBuffer:
         self._buffer: torch.Tensor | None = None
 
     def parts(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[torch.Tensor, int]]:
-        """Copies storages: the bytes of all copies, and where each one's begin."""
+        """Copies storages; returns, for each, the buffer with its copy, and the copy's offset."""
         places = self.copy(storages)
         buffer = self._buffer
         assert buffer is not None
@@ -415,7 +424,7 @@ class HostBuffer:
         return [(buffer, at - start) for at, _ in places]
 
     def copy(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
-        """Copies storages: address and bytes of each copy."""
+        """Copies storages; returns the address and size of each copy."""
         import torch
 
         sizes = [storage.nbytes() for storage in storages]
@@ -432,7 +441,7 @@ class HostBuffer:
                 source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 buffer[at : at + size].copy_(source[:size], non_blocking=buffer.is_pinned())
             at += -(-size // _ALIGN) * _ALIGN
-        # While the GPU copies what is its own, the CPU copies the rest.
+        # The CPU copies host storages while the GPU copies its own.
         _core.copy_memory(host, self._threads)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
@@ -443,7 +452,7 @@ class HostBuffer:
 
         have = self._buffer
         if have is None or have.numel() < nbytes or (pinned and not have.is_pinned()):
-            self._buffer = None  # The old one goes before the new one comes.
+            self._buffer = None  # Frees the old buffer before the new one is allocated.
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
             return self._buffer
         return have
@@ -454,33 +463,34 @@ class HostBuffer:
 
 
 class Deadline:
-    """A moment after which a save is to be given up."""
+    """A point in time after which a save is given up."""
 
     def __init__(self) -> None:
         self._at: float | None = None
 
     def set(self, seconds: float) -> None:
-        """Sets it, from now."""
+        """Sets the deadline, in seconds from now."""
         self._at = time.monotonic() + seconds
 
     def clear(self) -> None:
-        """There is none any more."""
+        """Removes the deadline."""
         self._at = None
 
     def check(self) -> None:
-        """Raises once it is over."""
+        """Raises `S4Error` if the deadline has passed."""
         if self._at is not None and time.monotonic() > self._at:
-            raise S4Error("the save was given up: the process was told to end, and time was over")
+            raise S4Error("the save was given up: the process was told to end, and time ran out")
 
 
 @contextlib.contextmanager
 def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterator[None]:
-    """While it is open, SIGTERM lets saves that are running end before the process does, whichever
-    thread they run on; also one in the background whose tensors are still being copied.
+    """While this context manager is active, SIGTERM ends the process only after running saves have
+    ended, whichever thread they run on, including a background save whose tensors are still being
+    copied.
 
-    A save that is not done ``deadline`` seconds after the signal is given up, and leaves no trace
-    in the list. Then the signal has its usual effect. To be used on the main thread, as all signal
-    handlers.
+    A save that is not done ``deadline`` seconds after the signal is given up, and is not listed.
+    Then the signal has its usual effect. Like all signal handlers, it must be set up on the main
+    thread.
     """
     if not hasattr(store, "_drain"):
         raise TypeError(f"finish_on_sigterm({store!r}): a CheckpointStore expected")
@@ -492,13 +502,14 @@ def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterato
         nonlocal received
         received = True
         store._deadline.set(deadline)
-        # A call of this thread's goes on when the handler returns, and ends the process then.
+        # If this thread is in a save, that continues when the handler returns, and ends the
+        # process afterwards (`_after_save`).
         if not store._saving_here:
             end()
 
     def end() -> None:
         store._drain(deadline)
-        # A handler that Python does not know of cannot be set again.
+        # `None`: a handler that Python did not install, and cannot restore.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,9 +1,9 @@
 """The pickle form: PyTorch's own pickle stream, with the storages taken out.
 
 The stream is what `torch.save` writes as ``data.pkl``: each storage is replaced by the persistent
-id ``("storage", storage type, key, location, elements)``, and the key is the number of a tensor of
-the file. It is loaded through PyTorch's restricted unpickler, or, with ``weights_only=False``, in
-full.
+id ``("storage", storage type, key, location, elements)``, and the key is the index of a tensor of
+the file. It is loaded by PyTorch's restricted unpickler or, with ``weights_only=False``, by a full
+one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ._storages import (
     require_storage,
 )
 
-#: Modules that classes have moved from since files of theirs were written.
+#: Modules from which classes have moved since old files were written.
 _MOVED = {"torch.tensor": "torch._tensor"}
 
-#: Characters of a message of PyTorch's, and of a name in the file, that are passed on.
+#: The most characters of a message of PyTorch's, and of a name in the file, that errors quote.
 MAX_SAID = 2000
 
 _short_repr = reprlib.Repr()
@@ -38,19 +38,19 @@ _short_repr.maxstring = _short_repr.maxother = 200
 
 
 def dump(obj: object, storages: StorageWriter, pickle_module: Any, protocol: int) -> bytes:
-    """The pickle stream of an object; its storages are noted in ``storages``."""
+    """The pickle stream of an object; its storages are added to ``storages``."""
     import torch
 
     hints = _hints(obj)
 
     storage_types = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
-    # A class is garbage that only a collection finds: it must not be what keeps the storages.
+    # Only the garbage collector can free a class, so it must not keep the storages alive.
     noted = [storages]
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, item: Any) -> tuple[Any, ...] | None:
-            # Asked for each and every object: the answer "no" is to be quick.
+            # Called for every object, so the usual answer, "no", must be quick.
             return _storage_id(item, noted[0], hints) if isinstance(item, storage_types) else None
 
     stream = io.BytesIO()
@@ -117,14 +117,15 @@ def load(
     except (S4Error, OSError, MemoryError):
         raise
     except Exception as error:
-        # What a function of the caller's raises is the caller's.
+        # An exception of a function of the caller's is passed on as it is.
         if persistent.raised is error:
             raise
         broken = is_broken(stream)
         if pickle_module is None and not broken:
             if isinstance(error, pickle.UnpicklingError):
                 raise _unsafe(stream, error) from None
-            # Nothing but PyTorch's own functions was called, with what the stream says.
+            # If the user allowed no globals, only PyTorch's own functions were called, with
+            # arguments from the stream: the stream is at fault.
             broken = not torch._weights_only_unpickler._get_user_allowed_globals()
         if broken:
             message = f"corrupt data (pickle): {_short_repr.repr(error)}"
@@ -160,7 +161,7 @@ class _PersistentLoad:
 
     def __init__(self, storages: StorageReader) -> None:
         self._storages = storages
-        #: What placing a storage raised, which may call a function of the caller's.
+        #: The exception raised while placing a storage, which may call a function of the caller's.
         self.raised: BaseException | None = None
 
     def __call__(self, persistent_id: Any) -> Any:
@@ -220,7 +221,7 @@ def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
     key_path, name = refused[0]
     place = f"`{key_path}`" if key_path else "the saved object itself"
     shown = name if len(name) <= MAX_SAID else f"{name[:MAX_SAID]}..."
-    # Programs look for PyTorch's first words.
+    # Programs look for the words with which PyTorch's message begins.
     lines = [
         f"Weights only load failed. weights_only=True: {place} needs `{shown}`, "
         "which is not an allowed global."
@@ -234,7 +235,7 @@ def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
 
 
 def _advice(said: str) -> list[str]:
-    """What can be done about a refusal: not every one is of a global that can be allowed."""
+    """What to do about a refusal. Not every refusal is about a global that could be allowed."""
     if "Unsupported operand" in said:
         return [
             "If you trust the file, load it with weights_only=False, which can run any code that the file",

@@ -14,7 +14,7 @@ logger = logging.getLogger("s4weights")
 class Progress:
     """Adapts the ``progress=`` argument: ``None``, ``True`` (a bar) or ``callable(done, total)``.
 
-    An exception that the callable raises stops the work and is passed on.
+    An exception that the callable raises stops the work and propagates.
     """
 
     def __init__(self, argument: ProgressArgument, total: int, what: str) -> None:
@@ -33,7 +33,7 @@ class Progress:
         self._report(0, total)
 
     def native(self) -> Callable[[int], None] | None:
-        """What native work calls with the bytes that it has done since it began."""
+        """The function that native work calls with the bytes that it has processed so far."""
         return None if self._report is None else self._native
 
     def _native(self, done: int) -> None:
@@ -41,11 +41,11 @@ class Progress:
             self._report(min(self._base + done, self._total), self._total)
 
     def advance(self, nbytes: int) -> None:
-        """Native work ended: what it reports next is counted from here."""
+        """Called when native work has ended: the next work's reports are added to ``nbytes``."""
         self._base += nbytes
 
     def finish(self) -> None:
-        """All of the work is done."""
+        """Reports that all work is done."""
         if self._report is not None:
             self._report(self._total, self._total)
 

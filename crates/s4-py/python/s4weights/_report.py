@@ -1,4 +1,4 @@
-"""What saves and loads did: a report of each, for logs, metrics and traces."""
+"""Reports of what each save and load did, for logs, metrics and traces."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class Report:
     """What one save or load of this process did, or failed to do.
 
     Attributes:
-        action: ``"save"``, ``"load"``, or ``"apply"`` (`s4weights.sync`, which publishes by saving).
+        action: ``"save"``, ``"load"``, or ``"apply"``. (The latter is `s4weights.sync` updating
+            weights; publishing them is a ``"save"``.)
         target: the file or store: a path, or a URL without secrets.
-        step: the training step, of checkpoints.
-        rank: of `torch.distributed.checkpoint`, what this rank did; ``None`` of anything else.
+        step: the training step, if it is about a checkpoint.
+        rank: with `torch.distributed.checkpoint`, the rank that this is about; otherwise ``None``.
         raw_bytes: bytes of the tensors' values.
-        stored_bytes: what they take where they are stored; of a delta that is loaded, without what
-            it is a delta of. ``None`` if it is not known.
-        chain: of loads, checkpoints down to the base, itself counted; of ``"apply"``, how many were
-            read. ``None`` if it is not known.
-        stages: seconds of each stage, in order: ``"stage"`` (copies for a save in the background),
-            ``"encode"`` (uploads run meanwhile), ``"upload"`` (what is left of them), ``"publish"``;
-            ``"open"``, ``"read"``, ``"apply"``.
-        seconds: of all.
-        error: what it failed with; ``None``: it did not.
+        stored_bytes: what the values take in the file or store; for a delta that is loaded, without
+            its parent. ``None`` if it is not known.
+        chain: for loads, the number of checkpoints in the chain; for ``"apply"``, how many were
+            read; for saves of a file, 1. ``None`` if it is not known.
+        stages: seconds of each stage, in order: ``"stage"`` (copies for a background save),
+            ``"encode"`` (uploads run meanwhile), ``"upload"`` (the rest of the uploads),
+            ``"publish"``; ``"open"``, ``"read"``, ``"apply"``.
+        seconds: the total time.
+        error: the exception, if it failed; otherwise ``None``.
     """
 
     action: Action
@@ -54,7 +55,7 @@ class Report:
 
     @property
     def ratio(self) -> float | None:
-        """How many times smaller it is than its values."""
+        """The compression ratio: ``raw_bytes`` by ``stored_bytes``; ``None`` if it is not known."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
 
     def __str__(self) -> str:
@@ -88,8 +89,9 @@ _live.at_fork(_in_child)
 
 
 def add_reporter(reporter: Reporter) -> Callable[[], None]:
-    """Has a function called with the `Report` of every save and load of this process, at its end and on
-    its thread. What it raises is logged and harms nothing. Returns what removes it again.
+    """Registers a function to be called with a `Report` at the end of every save and load of this
+    process, on the thread of that save or load. Exceptions that it raises are logged and have no
+    other effect. Returns a function that removes it again.
     """
     global _next
     if not callable(reporter):
@@ -107,7 +109,7 @@ def add_reporter(reporter: Reporter) -> Callable[[], None]:
 
 
 class Recorder:
-    """Measures one save or load. Each stage is an NVTX range as well, where a CUDA device is in use."""
+    """Measures one save or load. If CUDA is in use, each stage is an NVTX range as well."""
 
     def __init__(
         self, action: Action, target: object, step: int | None = None, rank: int | None = None
@@ -121,7 +123,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Something that takes time."""
+        """Measures a stage."""
         start = time.perf_counter()
         with _range(f"s4weights.{self._action}.{name}"):
             try:
@@ -131,17 +133,17 @@ class Recorder:
                 self._stages[name] = self._stages.get(name, 0.0) + seconds
 
     def add(self, stages: Mapping[str, float]) -> None:
-        """Stages that were measured elsewhere."""
+        """Adds stages that were measured elsewhere."""
         self._stages.update(stages)
 
     def look(self, reader: _core.Reader) -> None:
-        """Takes sizes from what is read, if anybody wants to know."""
+        """Takes the sizes from a reader, if anyone wants a report."""
         if wanted():
             said = json.loads(reader.inspect())
             self.stored_bytes, self.chain = said["file_bytes"], said["chain"]
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Tells everybody."""
+        """Logs the report and passes it to all reporters."""
         if not wanted():
             return
         report = Report(
@@ -167,7 +169,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def begin(self, name: str) -> Iterator[None]:
-        """A stage that others follow, if it does not fail."""
+        """Measures a stage that is not the last. If it fails, that is reported."""
         try:
             with self.stage(name):
                 yield
@@ -177,7 +179,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """The last thing that is done: then it is over, well or not."""
+        """Wraps the rest of the work, and reports its end, successful or not."""
         try:
             yield
         except BaseException as error:
@@ -187,7 +189,7 @@ class Recorder:
 
 
 def wanted() -> bool:
-    """Whether anybody wants to know."""
+    """Whether anyone wants reports."""
     return bool(_reporters) or logger.isEnabledFor(logging.INFO)
 
 
@@ -208,6 +210,6 @@ def _range(name: str) -> Iterator[None]:
 
 
 def _name(target: object) -> str:
-    # URLs with secrets in them are refused.
+    # URLs cannot contain secrets here: such URLs are rejected.
     named = isinstance(target, (str, os.PathLike))
     return os.fspath(target) if named else type(target).__name__  # type: ignore[call-overload]

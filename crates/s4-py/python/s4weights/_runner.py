@@ -24,16 +24,16 @@ from ._save import save
 
 logger = logging.getLogger("s4weights.runner")
 
-#: In the order in which a checkpoint goes through them.
+#: The states of a submission, in the order in which it passes through them.
 STATES = ("staged", "compressed", "verified", "uploading", "durable")
 
 #: Seconds that one request may wait for a state.
 _POLL = 20.0
-#: Seconds between two tries, at first and at most.
+#: Seconds between retries, at first and at most.
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 
-#: What `save` is given of a store's arguments and those of a call.
+#: The arguments of a store and of a call that are passed on to `save`.
 _ARGUMENTS = (
     *("threads", "device", "gpu_scratch", "pinned_memory", "staging_memory", "device_reserve"),
     *("stage", "progress", "metadata", "pickle_module", "pickle_protocol"),
@@ -41,7 +41,7 @@ _ARGUMENTS = (
 
 
 class Submission(Pending[None]):
-    """A file that is written and handed to a runner in the background."""
+    """A background save that writes a file and hands it to a runner."""
 
     def __init__(self, step: int, client: RunnerClient) -> None:
         super().__init__(f"{client.address}: the save of step {step}")
@@ -49,11 +49,11 @@ class Submission(Pending[None]):
 
 
 class RunnerSave:
-    """A checkpoint that a runner has, or is about to get: `CheckpointStore.save_checkpoint` of a store
-    with ``runner=``.
+    """A checkpoint that a runner has, or is about to get: the result of
+    `CheckpointStore.save_checkpoint` if the store has a ``runner=``.
 
-    Any thread may use it. The runner goes on also when this process has ended. What a save in the
-    background fails with before the runner has it is raised by the next save, load or `close`.
+    Any thread may use it. The runner continues even after this process has ended. If a background
+    save fails before the runner has the checkpoint, the next save, load or `close` raises that.
 
     Attributes:
         step: the training step.
@@ -70,8 +70,8 @@ class RunnerSave:
         return f"<RunnerSave step {self.step}, {self.id}>"
 
     def state(self) -> str:
-        """``"saving"`` until the runner has it, then ``"staged"``, ``"compressed"``, ``"verified"``,
-        ``"uploading"``, ``"durable"`` or ``"failed"``.
+        """``"saving"`` until the runner has the checkpoint, then ``"staged"``, ``"compressed"``,
+        ``"verified"``, ``"uploading"``, ``"durable"`` or ``"failed"``.
         """
         if not self._submission.done():
             return "saving"
@@ -79,7 +79,7 @@ class RunnerSave:
         return str(self._client.look(self.id)["state"])
 
     def done(self) -> bool:
-        """Whether it is durable."""
+        """Whether the checkpoint is durable."""
         return self._submission.done() and self.state() == "durable"
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -88,14 +88,14 @@ class RunnerSave:
             self._submission.file.wait_staged(timeout)
 
     def guard(self, *optimizers: Any) -> Guard:
-        """As `PendingSave.guard`: what ``stage="lazy"`` needs."""
+        """As `PendingSave.guard`, for ``stage="lazy"``."""
         return (self._submission.file or self._submission).guard(*optimizers)
 
     def wait(self, state: str = "durable", timeout: float | None = None) -> str:
-        """Waits until it has reached a state; gives the one that it is in.
+        """Waits until the checkpoint has reached a state; returns the state that it is in.
 
         Raises:
-            TimeoutError: it has not within so many seconds. It goes on.
+            TimeoutError: it did not reach it within ``timeout`` seconds. The save continues.
             CorruptDataError: the runner found it damaged.
             StorageError: the runner could not be reached for as long as the store's ``timeout``.
         """
@@ -119,8 +119,8 @@ class RunnerSave:
 
 
 class RunnerClient:
-    """Speaks with a runner over its socket. A runner that restarts is waited for: what it is told twice it
-    does once.
+    """Talks to a runner over its socket. While a runner restarts, requests are retried: a request
+    that reaches it twice takes effect once.
     """
 
     def __init__(self, address: str, timeout: float | None) -> None:
@@ -141,8 +141,8 @@ class RunnerClient:
         base: bool,
         arguments: Mapping[str, Any],
     ) -> RunnerSave:
-        """Writes a checkpoint where the runner takes it from, and submits it. Of the arguments those of
-        `save` count.
+        """Writes a checkpoint to the runner's incoming folder, and submits it. Of ``arguments``,
+        those of `save` are used.
         """
         if base:
             raise ValueError("base: the runner decides what is a delta")
@@ -165,7 +165,7 @@ class RunnerClient:
                     path.unlink()
                 raise
 
-        # What lies there for a moment need not be small.
+        # The file is only there briefly, so speed matters more than size.
         how = {"preset": "fast", **{name: arguments[name] for name in _ARGUMENTS}}
         submission = handle._submission
         if blocking:
@@ -187,12 +187,12 @@ class RunnerClient:
         return str(self._request("GET", "/v1/staging")["incoming"])
 
     def look(self, id: str, state: str = "staged", wait: float = 0.0) -> dict[str, Any]:
-        """A submission, after waiting for a state."""
+        """A submission, as the runner describes it, after waiting for a state."""
         path = f"/v1/submissions/{id}?state={state}&timeout_ms={int(wait * 1000)}"
         return self._request("GET", path)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits until all that was accepted is durable or has failed."""
+        """Waits until every accepted checkpoint is durable or has failed."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = _POLL if end is None else max(0.0, min(_POLL, end - time.monotonic()))
@@ -207,14 +207,18 @@ class RunnerClient:
         return self._request("GET", "/v1/status")
 
     def interruption(self, timeout: float = 0.0) -> dict[str, Any] | None:
-        """The notice that the machine is about to end, if there is one; waits for it."""
+        """The notice that the machine is about to be taken away, if there is one; waits for it up
+        to ``timeout`` seconds (20 at most).
+        """
         wait = int(min(timeout, _POLL) * 1000)
         found = self._request("GET", f"/v1/interruption?timeout_ms={wait}")["interruption"]
         return None if found is None else dict(found)
 
     @contextlib.contextmanager
     def restored(self, step: int | str | None) -> Any:
-        """A checkpoint from the nearest place that has it, as a file for as long as this is open."""
+        """A checkpoint from the nearest place that has it, as a file that exists while this context
+        manager is active.
+        """
         wanted = {} if step is None else {"id" if isinstance(step, str) else "step": step}
         found = self._request("POST", "/v1/restore", wanted)
         for problem in found["skipped"]:
@@ -224,12 +228,14 @@ class RunnerClient:
         try:
             yield path
         finally:
-            # The runner removes it some time if this may not.
+            # If this is not permitted, the runner removes the file later.
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def _request(self, method: str, path: str, message: object = None) -> dict[str, Any]:
-        """Asks until there is an answer that is not to wait, or patience ends."""
+        """Sends a request. Retries until the timeout while the runner does not answer, or answers
+        that it is busy or full.
+        """
         end = time.monotonic() + self._patience
         pause = _PAUSE
         body = None if message is None else json.dumps(message, allow_nan=False)
@@ -249,7 +255,7 @@ class RunnerClient:
             if isinstance(failure.__cause__, PermissionError):
                 raise failure
             if pause == _PAUSE:
-                logger.warning("%s, which is tried again for %.0f s", failure, self._patience)
+                logger.warning("%s; trying again for %.0f s", failure, self._patience)
             time.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
 
@@ -260,7 +266,7 @@ class RunnerClient:
             answer = connection.getresponse()
             found = json.loads(answer.read())
             if not isinstance(found, dict):
-                raise ValueError("the answer is no object")
+                raise ValueError("the answer is not an object")
             return answer.status, found
 
     def _unreachable(self, cause: Exception) -> StorageError:

@@ -99,61 +99,64 @@ def save(
 ) -> dict[str, Any] | PendingFile:
     """Saves an object as a ``.s4w`` file, with the arguments of `torch.save` and some more.
 
-    The file appears whole or not at all; bytes that have gone to a stream cannot be taken back.
+    The file appears whole or not at all; bytes already written to a stream cannot be taken back.
 
-    It may be called from several threads at once, with one path too: the last one to finish wins.
-    What other threads change in the tensors meanwhile may be saved or not, value by value.
+    It may be called from several threads at once, even with the same path: the last one to finish
+    wins. If other threads change tensors meanwhile, each value may be saved as it was before or
+    after the change.
 
     Args:
-        obj: what to save: anything that `torch.save` takes. Arrays of JAX, CuPy and others that
-            lend their memory by DLPack, in plain containers, are saved as the tensors they become.
-        f: a path, a URL (``s3://bucket/key``) or a binary stream that can be written.
+        obj: anything that `torch.save` takes. Arrays of JAX, CuPy and other libraries that support
+            DLPack, in plain containers, are saved as the tensors that they convert to.
+        f: a path, a URL (``s3://bucket/key``) or a writable binary stream.
         pickle_module: pickles objects that are more than plain values in plain containers.
-        pickle_protocol: the protocol of that; `torch.load` and `load` want 2 for weights.
-        _use_new_zipfile_serialization: taken for the sake of callers; there is one format.
+        pickle_protocol: the pickle protocol; loading with ``weights_only=True`` expects 2.
+        _use_new_zipfile_serialization: accepted for compatibility; there is only one format.
         _disable_byteorder_record: likewise; files are little-endian.
         preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` today; ``"nvcomp"``
             needs a GPU and nvCOMP, also to read the file again, with ``trusted=True``.
         threads: native threads; ``None`` means one for each core.
-        device: where tensors on CUDA devices are encoded: ``"auto"`` and ``"cuda"``, where they
-            are, so that encoded bytes are copied to the host; ``"cpu"``, on the host. If CUDA
-            cannot be used ``"auto"`` warns, once, and goes through the host; ``"cuda"`` is an
-            error. Other tensors are always encoded on the host. The file is the same.
-        gpu_scratch: bytes of memory to use on each CUDA device meanwhile; ``None`` means up to
-            768 MiB. Never more than an eighth of what is free there is taken, except that the first
+        device: where tensors on CUDA devices are encoded. ``"auto"`` and ``"cuda"``: on the device,
+            so that only encoded bytes are copied to the host; ``"cpu"``: on the host. If CUDA
+            cannot be used, ``"auto"`` warns once and encodes on the host; ``"cuda"`` raises an
+            error. Other tensors are always encoded on the host. The file is the same either way.
+        gpu_scratch: bytes of memory to use on each CUDA device while encoding; ``None`` means up to
+            768 MiB. Never more than an eighth of the free memory is taken, except that the first
             256 MiB may be up to half of it.
-        pinned_memory: the most page-locked host memory, in bytes, that this process takes for values of
-            CUDA devices, as they are (``stage="host"``) or encoded: from now on, for all devices and
-            saves together. It is taken when it is needed, and after a save in the background as much as
-            the next one needs, and kept for later saves (`free_pinned_memory` gives it back). Where it
-            does not suffice, encoded values are copied to other memory. Half of it is for those that later
-            saves of a store are deltas of.
-            ``None`` leaves it as it is: at first 8 GiB, or an eighth of the machine's memory if that is less.
+        pinned_memory: the most page-locked host memory, in bytes, that this process takes for
+            values from CUDA devices, unchanged (``stage="host"``) or encoded: from now on, for all
+            devices and saves together. It is allocated when it is needed and kept for later saves
+            (`free_pinned_memory` returns it); a background save then allocates as much as the next
+            one will need. If it is not enough, encoded values are copied to other memory. Half of
+            it is reserved for values that later saves of a store are deltas of.
+            ``None`` leaves the limit as it is: initially 8 GiB, or an eighth of the machine's
+            memory if that is less.
         progress: ``True`` for a bar, or a callable that is given the bytes done and the total.
             An exception that it raises cancels the save.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         metadata: free text to keep in the file.
-        blocking: ``False`` returns once the values are staged, and writes in the background. A stream
-            is written to from another thread then.
-        stage: with ``blocking=False``, how values are kept as they are at the call: as in
+        blocking: ``False`` returns once the values are staged, and writes in the background. A
+            stream is then written to from another thread.
+        stage: with ``blocking=False``, how the values at the time of the call are preserved, as in
             `CheckpointStore.save_checkpoint`.
         staging_memory: as in `CheckpointStore`, for copies of tensors in host memory, and for encoded
             values that wait in page-locked memory.
         device_reserve: as in `CheckpointStore`.
 
     Returns:
-        What was written: sizes and times; or a `PendingFile`.
+        A report of what was written: sizes and times; with ``blocking=False`` a `PendingFile`.
 
     Raises:
         StorageError: the target cannot be written.
-        S4Error: another of its kinds.
+        S4Error: any other failure.
     """
     torch = require_torch("save")
     compute = Compute(device, gpu_scratch, pinned_memory)
     require_little_endian()
     if torch.serialization._serialization_tls.skip_data:
         if torch.save is not torch.serialization.save:
-            # In place of PyTorch's: a file without data, to be filled later, is of its format only.
+            # `torch.save` is replaced. Files without data, to be filled later, exist only in
+            # PyTorch's own format.
             nothing: dict[str, Any] = call_original("save", obj, f, pickle_module, pickle_protocol)
             return nothing
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
@@ -161,7 +164,7 @@ def save(
     check_stage(stage, blocking)
     check_preset(preset)
     if not blocking and isinstance(f, (str, os.PathLike)) and not is_url(f):
-        # Whatever the working directory is when it is written.
+        # The working directory may be another one when the file is written.
         f = os.path.abspath(f)
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     start = time.perf_counter()
@@ -223,14 +226,14 @@ def save(
     return pending
 
 
-# `torch.save = s4weights.save` is not to call itself.
+# After `torch.save = s4weights.save`, this must not call itself.
 setattr(save, OURS, True)
 
 
 class Described(NamedTuple):
-    """What is kept of an object besides its tensors."""
+    """What is stored of an object besides its tensors."""
 
-    #: As JSON, as are the roles; ``None``: it is not plain, and pickled.
+    #: As JSON, like the roles; ``None``: the object is not plain, and is pickled instead.
     tree: str | None
     roles: str | None
     blobs: dict[str, bytes]
@@ -239,7 +242,9 @@ class Described(NamedTuple):
 def describe(
     obj: object, pickle_module: Any, protocol: int, patiently: bool = False
 ) -> tuple[StorageWriter, Described]:
-    """The storages of an object, and what else is kept of it. ``patiently``: on a thread that nobody waits for."""
+    """The storages of an object, and what else is stored of it. ``patiently``: nobody waits for
+    this thread, so it lets others have the GIL from time to time.
+    """
     storages, blobs = StorageWriter(), {}
     tree = storages.write_tree(obj, patiently)
     if tree is None:
@@ -249,7 +254,7 @@ def describe(
 
 
 def check_preset(preset: str) -> None:
-    """Refuses a preset that there is not."""
+    """Raises `ValueError` for an unknown preset."""
     if preset not in PRESETS:
         raise ValueError(f"preset={preset!r}: one of {', '.join(PRESETS)} expected")
 

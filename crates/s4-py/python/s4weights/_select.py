@@ -1,4 +1,4 @@
-"""Takes parts out of a tree: what ``keys=`` names, without reading the rest."""
+"""Selects the parts of a tree that ``keys=`` names, so that the rest is not read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ITEMS = ("tuple", "set", "frozenset")
 
 
 def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
-    """The tree with only the named parts, in the dicts that lead there, and the numbers of the
+    """The tree with only the named parts, in the dicts that lead to them, and the indices of the
     tensors that it needs.
 
     A key is a path such as ``model`` or ``model.layers.0.weight``. Raises `KeyError` for one that
@@ -65,7 +65,7 @@ class _Selection:
         self.numbers: set[int] = set()
 
     def choose(self, node: Any, path: str) -> Any:
-        """The wanted parts of a node that is not wanted as a whole: dicts on the way are kept."""
+        """The wanted parts of a node that is not wanted as a whole, in the dicts that hold them."""
         if not isinstance(node, dict):
             return {"dict": []}
         kind = next((k for k in _PAIRS if k in node), None)
@@ -74,7 +74,7 @@ class _Selection:
         pairs = []
         for key, value in node[kind]:
             here = join(path, _key(key))
-            # State dicts have keys with dots in them: `model.layers.0` names several.
+            # Keys of state dicts contain dots: `model.layers.0` selects several of them.
             whole = {k for k in self._keys if f"{here}.".startswith(f"{k}.")}
             if whole:
                 self.found |= whole | {k for k in self._keys if k.startswith(f"{here}.")}
@@ -87,7 +87,7 @@ class _Selection:
         return {kind: pairs}
 
     def _whole(self, node: Any) -> Any:
-        """A node as it is, with its references to other tensor nodes made to fit."""
+        """A complete node, with its references to tensor nodes adjusted."""
         if isinstance(node, list):
             return [self._whole(item) for item in node]
         if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""What `load`, `verify` and `inspect` may be given: paths, URLs and streams of several formats."""
+"""What `load`, `verify` and `inspect` take: paths, URLs and streams, in one of several formats."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from ._nvcomp import load_nvcomp
 
 FileLike = Union[str, "os.PathLike[str]", IO[bytes]]
 
-#: Bytes that tell the formats apart: the length of a safetensors header, and its first brace.
+#: Bytes at the start that distinguish formats: the length of a safetensors header, and its first
+#: brace.
 _HEAD = 9
-#: Bytes of a ``.s4w`` file's end that tell its length.
+#: Bytes at the end of a ``.s4w`` file that contain its length.
 _TAIL = 64
 _MAX_SAFETENSORS_HEADER = 100_000_000
 
-#: What files of `torch.save` begin with: a zip, or a pickle.
+#: What files of `torch.save` begin with: that of a ZIP archive, or of a pickle.
 _TORCH = (b"PK", b"\x80")
 
-#: Bytes that are read at once from a stream that fills memory of the caller's: at first, and at most.
+#: Bytes per read from a stream that fills memory of the caller's: the first time, and at most.
 _FIRST_STEP, _MOST_STEP = 1 << 20, 64 << 20
 
 
 class Foreign(NamedTuple):
-    """A file of another format, for that format's own reader."""
+    """A file of another format, to be read by that format's own reader."""
 
     file: FileLike
     is_safetensors: bool
@@ -41,7 +42,7 @@ def is_url(f: object) -> bool:
 
 
 def absolute(place: str | os.PathLike[str]) -> str:
-    """A folder or URL as it is named wherever the working directory is later."""
+    """A folder as an absolute path, so that the working directory may change; a URL as it is."""
     text = os.fspath(place)
     if not isinstance(text, str):
         raise TypeError(f"{place!r}: a folder or a URL expected")
@@ -54,7 +55,7 @@ def open_source(
     threads: int | None,
     trusted: bool = False,
 ) -> _core.Reader | Foreign:
-    """A native reader of a ``.s4w`` file, or the news that it is something else."""
+    """A native reader of a ``.s4w`` file, or a `Foreign` if it is in another format."""
     if trusted:
         load_nvcomp()
     options = dict(storage_options or {})
@@ -69,14 +70,16 @@ def open_source(
 
 
 def _path_of_url(url: str) -> str | None:
-    """The path that a ``file:`` URL of this machine names: it may lead to a file of another format."""
+    """The path of a ``file:`` URL on this machine. It is opened as a path, since the file may be in
+    another format.
+    """
     parts = urlsplit(url)
     here = parts.scheme == "file" and parts.netloc in ("", "localhost") and not parts.query
     return url2pathname(parts.path) if here else None
 
 
 def require_s4w(source: _core.Reader | Foreign) -> _core.Reader:
-    """The reader, or an error that says what the file is instead."""
+    """The reader. Raises `UnsupportedFormatError`, which says what the file is instead."""
     if isinstance(source, Foreign):
         what = "a safetensors file" if source.is_safetensors else "not a .s4w file"
         raise UnsupportedFormatError(f"{source.file!r} is {what}")
@@ -95,7 +98,7 @@ def _open_path(
 
 
 def _look_at(path: str) -> tuple[bytes, bool]:
-    """As `_core.look_at`, of what is no ordinary file; says what is wrong with it."""
+    """As `_core.look_at`, but also for files that are not regular, and raises what is wrong."""
     try:
         with open(path, "rb") as file:
             head, tail = file.read(_HEAD), _tail(file)
@@ -120,13 +123,13 @@ def _open_stream(
         if _core.is_s4w(head):
             return _core.Reader(None, None, data, threads, options, trusted)
         if not head.startswith(_TORCH) and not _is_safetensors(head):
-            # PyTorch says what it wants of a stream.
+            # PyTorch reports what it requires of a stream.
             return Foreign(f, False)
         return Foreign(io.BytesIO(data), _is_safetensors(head))
     start = f.tell()
     head = f.read(_HEAD)
     path = _path_of(f) if start == 0 else None
-    # Other streams may have to be read, or decompressed, for their end to be found.
+    # Finding the end of other streams may mean reading or decompressing them.
     tail = _tail(f) if path is not None or (start == 0 and type(f) is io.BytesIO) else b""
     f.seek(start)
     if not _core.is_s4w(head) and not _core.ends_s4w(tail):
@@ -134,7 +137,7 @@ def _open_stream(
     if path is not None and _core.is_whole(tail, os.fstat(f.fileno()).st_size):
         f.seek(0, os.SEEK_END)
         return _core.Reader(path, None, None, threads, options, trusted)
-    # There may be other objects behind this one. The bytes of a `BytesIO` are lent, not copied.
+    # Other objects may follow this one. `getvalue` of a `BytesIO` does not copy its bytes.
     data, at = (f.getvalue(), start) if type(f) is io.BytesIO else (_read_all(f), 0)
     length = _core.first_len(data, at)
     end = len(data) if length is None else at + length
@@ -143,8 +146,8 @@ def _open_stream(
 
 
 def _read_all(f: Any) -> bytes:
-    """The rest of a stream. Those that are not Python's own often join what they read: as PyTorch, this
-    has them fill its memory if they can.
+    """The rest of a stream. Streams that are not Python's own often concatenate what they read. As
+    PyTorch does, this lets them fill memory through ``readinto`` instead, if they can.
     """
     if isinstance(f, io.IOBase) or not callable(getattr(f, "readinto", None)):
         rest: bytes = f.read()
@@ -163,7 +166,7 @@ def _read_all(f: Any) -> bytes:
 
 
 def _tail(f: IO[bytes]) -> bytes:
-    """The last bytes of a stream that can be positioned."""
+    """The last bytes of a seekable stream."""
     end = f.seek(0, os.SEEK_END)
     f.seek(max(end - _TAIL, 0))
     return f.read(_TAIL)
@@ -178,7 +181,7 @@ def _is_seekable(f: Any) -> bool:
 
 
 def _path_of(f: Any) -> str | None:
-    """The path of an open file, if it still leads to that file: it need not be read whole."""
+    """The path of an open file, if it still leads to that file: it need not be read whole then."""
     name = getattr(f, "name", None)
     if (
         not isinstance(f, (io.BufferedReader, io.BufferedRandom, io.FileIO))

@@ -1,4 +1,4 @@
-"""How values stay what they were at the call while a save in the background goes on: ``stage=``."""
+"""How a background save preserves the values that tensors had at the call: ``stage=``."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ if TYPE_CHECKING:
 
 Stage = Literal["auto", "device", "host", "lazy"]
 
-#: Bytes of a device's memory that copies leave free, and its share of the whole: one in so many.
+#: Memory of a device that copies leave free: bytes, or this fraction (the denominator) of the
+#: device's memory if that is more.
 LEAST_FREE, FREE_SHARE = 1 << 30, 10
 
 
 class Budget(NamedTuple):
-    """What staging may take."""
+    """How much memory staging may take."""
 
-    #: Bytes of host memory for copies, and for what waits to be uploaded; ``None``: no limit.
+    #: Bytes of host memory for copies and for data that waits to be uploaded; ``None``: no limit.
     host: int | None = None
     #: Bytes of each device's memory that copies leave free; ``None``: 1 GiB, or a tenth if that is
     #: more.
     device_reserve: int | None = None
-    #: Bytes of each device's memory that encoding takes besides.
+    #: Bytes of each device's memory that encoding takes in addition.
     scratch: int = 0
 
     def check(self) -> Budget:
-        """Raises `ValueError` for what is no number of bytes."""
+        """Raises `ValueError` for a value that is not a number of bytes."""
         for name, value in (
             ("staging_memory", self.host),
             ("device_reserve", self.device_reserve),
@@ -42,7 +43,7 @@ class Budget(NamedTuple):
 
 
 def check_stage(stage: str, blocking: bool) -> None:
-    """Refuses what is no way of staging, or has nothing to do in a save that blocks."""
+    """Raises `ValueError` for an unknown stage, or one other than ``"auto"`` in a blocking save."""
     if stage not in get_args(Stage):
         raise ValueError(f'stage={stage!r}: "auto", "device", "host" or "lazy" expected')
     if blocking and stage != "auto":
@@ -50,47 +51,47 @@ def check_stage(stage: str, blocking: bool) -> None:
 
 
 class StagedValues:
-    """The values of a save, wherever they are read from."""
+    """The values of a background save, wherever they are read from."""
 
     def __init__(self, stage: str, storages: StorageWriter, sources: _core.Sources) -> None:
-        #: What was done: ``"device"``, ``"host"`` or ``"lazy"``.
+        #: The stage that was used: ``"device"``, ``"host"`` or ``"lazy"``.
         self.stage = stage
         self.sources = sources
-        #: What encodes those on devices; ``None``: there are none.
+        #: The engine that encodes values on devices; ``None``: there are no such values.
         self.engine: _core.CudaEngine | None = None
-        #: Whether the caller is kept waiting until the native part needs its tensors no more.
+        #: Whether the call must not return until the native code has finished with its tensors.
         self.waits = False
-        #: Whether tensors in host memory are read where the caller has them.
+        #: Whether tensors in host memory are read in place, in the caller's memory.
         self.reads_host = False
-        #: Bytes that may wait to be uploaded while values are needed; ``None``: no limit.
+        #: Bytes that may wait to be uploaded while values are still needed; ``None``: no limit.
         self.upload_memory: int | None = None
-        # Keeps all storages alive, whatever the caller does.
+        # Keeps all storages alive, even if the caller drops them.
         self._held: StorageWriter | None = storages
         self._copies: _core.DeviceCopies | None = None
         self._host_copies: _core.HostCopies | None = None
         self._ordinals: list[int] = []
-        # Host memory with copies: until the save ends.
+        # Host memory that holds copies, kept until the save ends.
         self._buffer: HostBuffer | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether the caller may go on as soon as the work for it is queued."""
+        """Whether the caller may continue as soon as the copies are queued."""
         return self.stage != "lazy" and not self.waits
 
     def settle(self) -> None:
-        """In the background: waits until copies are made, and lets go of what was copied."""
+        """Called in the background: waits for the copies, and releases the originals."""
         if self._copies is not None:
             self._copies.wait()
         if self.is_ready:
             self._held = None
 
     def wait_copied(self) -> None:
-        """Waits until copies on devices are made."""
+        """Waits for copies on devices to complete."""
         if self._copies is not None:
             self._copies.wait()
 
     def hold_streams(self) -> None:
-        """Has what the current streams are given from now on wait for the copies."""
+        """Makes work that is queued on the current streams from now on wait for the copies."""
         if self._copies is None:
             return
         import torch
@@ -99,13 +100,13 @@ class StagedValues:
             self._copies.hold(ordinal, torch.cuda.current_stream(ordinal).cuda_stream)
 
     def release(self) -> None:
-        """Nothing reads the caller's tensors or copies on devices any more."""
+        """Called when nothing reads the caller's tensors or copies on devices any more."""
         self._held = None
         if self._copies is not None:
             self._copies.free()
 
     def end(self) -> None:
-        """The save has ended."""
+        """Called when the save has ended."""
         self.release()
         if self._host_copies is not None:
             self._host_copies.free()
@@ -120,14 +121,14 @@ def stage_values(
     budget: Budget,
     streams: Mapping[int, int] | None = None,
 ) -> StagedValues:
-    """Ensures that values are read as they are now.
+    """Ensures that the save reads the values as they are now.
 
-    With ``"lazy"`` that is up to the caller, until the save has read them; ``streams`` may be those of
-    `streams_behind` then, from an earlier time.
+    With ``"lazy"`` the caller ensures that, until the save has read them; ``streams`` may then be
+    what `streams_behind` returned earlier.
 
     Raises:
         LimitError: ``stage="device"``, and there is no room on a device.
-        S4Error: ``stage="device"``, and devices are not used by `_core` here.
+        S4Error: ``stage="device"``, and there is no engine for the devices.
     """
     ordinals = storages.native.devices()
     if engine is None and stage == "device" and ordinals:
@@ -167,7 +168,9 @@ def stage_values(
 
 
 def streams_behind(engine: _core.CudaEngine, ordinals: Iterable[int]) -> dict[int, int]:
-    """For devices, by their numbers, streams that come after what was queued so far, and after nothing else."""
+    """For each device, by ordinal, a stream that waits for the work queued so far, and for nothing
+    queued later.
+    """
     return {n: engine.after(n, stream) for n, stream in current_streams(ordinals).items()}
 
 
@@ -178,7 +181,7 @@ def copy_on_devices(
     stage: str,
     budget: Budget,
 ) -> _core.DeviceCopies | None:
-    """Copies on the devices; ``None`` if there is nothing to copy, or no room."""
+    """Copies values on their devices; ``None`` if there is nothing to copy, or no room."""
     if engine is None or not sources.device_nbytes():
         return None
     try:
@@ -194,22 +197,22 @@ def copy_on_devices(
 def copy_to_host(
     sources: _core.Sources, engine: _core.CudaEngine | None, budget: Budget
 ) -> _core.HostCopies | None:
-    """Copies in page-locked memory of the host; ``None`` if there is nothing to copy, or no room."""
+    """Copies device values to page-locked host memory; ``None`` if there are none, or no room."""
     nbytes = sources.device_nbytes()
     if engine is None or not nbytes or (budget.host is not None and nbytes > budget.host):
         return None
     try:
         return engine.copy_to_host(sources)
-    except S4Error:  # What else is wrong with a device, encoding on it tells.
+    except S4Error:  # If the device has another problem, encoding on it will report that.
         return None
 
 
 def _leave(engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget) -> dict[int, int]:
     """Bytes of each device's memory that copies leave free.
 
-    The copies take no memory of PyTorch's own: what it holds and does not use at the moment is what
-    the next forward pass works in, so that a copy there would make it ask for more. What it had
-    before, and may ask for again, is left to it, too.
+    Copies do not use memory that PyTorch's allocator holds: the next forward pass needs what is
+    unused there at the moment, and a copy in it would make PyTorch allocate more. What the
+    allocator once had, and may ask for again, is left free, too.
     """
     leave = {}
     for ordinal in ordinals:
@@ -221,12 +224,12 @@ def _leave(engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget) ->
 
 
 def _regrowth(ordinal: int) -> int:
-    """Bytes that PyTorch's allocator once had on a device, and has given back."""
+    """Bytes that PyTorch's allocator once had on a device and has returned."""
     import torch
 
     try:
         stats = torch.cuda.memory_stats(ordinal)
-    except RuntimeError:  # An allocator of the user's own keeps no statistics.
+    except RuntimeError:  # A custom allocator may have no statistics.
         return 0
     peak = int(stats.get("reserved_bytes.all.peak", 0))
     return max(0, peak - int(stats.get("reserved_bytes.all.current", 0)))
@@ -240,8 +243,8 @@ def _stage_host(
     buffer: HostBuffer,
     budget: Budget,
 ) -> None:
-    """Copies what is not read on a device to the buffer; values ``on_host``, given by number and bytes,
-    may also be read where they are.
+    """Copies values that are not read on a device to the buffer. The values ``on_host``, given by
+    index and size, may be read in place instead.
     """
     sources = values.sources
     copied = sources.on_host(elsewhere=True)
@@ -249,7 +252,7 @@ def _stage_host(
     fits = budget.host is None or nbytes <= budget.host
     if stage == "lazy" or not fits:
         values.reads_host = bool(on_host)
-        # Without a promise the caller waits until they are encoded.
+        # Without the promise of "lazy", the caller waits until they are encoded.
         values.waits = values.waits or (values.reads_host and stage != "lazy")
     else:
         copied += on_host

@@ -1,8 +1,8 @@
 """Storages on their way to the file and back.
 
-What is stored are whole storages, as PyTorch does, keyed by identity: so views, strides, ties and
-aliases come back as they were. A storage is written as one tensor of the file, under the key path,
-dtype and shape of the first tensor that uses it.
+Whole storages are stored, as PyTorch does, keyed by identity: so views, strides, ties and aliases
+come back as they were. A storage is written as one tensor of the file, under the key path, dtype
+and shape of the first tensor that uses it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ._progress import Progress
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of host memory that storages of other devices may take at a time, in either direction.
+#: Bytes of host memory for storages on their way to or from other devices, at a time.
 STAGING_BYTES = 256 << 20
-#: Bytes that are read ahead into a GPU, where they need not go any further.
+#: Bytes that are read ahead into a GPU, where they stay.
 AHEAD_BYTES = 1 << 30
 
 _DTYPES = frozenset(_core.dtypes())
@@ -38,13 +38,13 @@ class Hint(NamedTuple):
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype. One that it has no name for is stored as bytes."""
+    """The format's name of a dtype; ``"bytes"`` if the format has no such dtype."""
     name = str(dtype).removeprefix("torch.")
     return name if name in _DTYPES else "bytes"
 
 
 def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The tensor's shape, if its elements in order are all there is in its storage."""
+    """The tensor's shape, if its elements, in order, make up its whole storage."""
     whole = (
         tensor.is_contiguous()
         and tensor.nbytes == tensor.untyped_storage().nbytes()
@@ -54,14 +54,15 @@ def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 class StorageWriter:
-    """Numbers storages in the order in which they are met, then writes them in that order."""
+    """Collects storages in the order in which they are found, then writes them in that order."""
 
     def __init__(self) -> None:
         self.native = _core.Storages()
 
     def write_tree(self, obj: object, patiently: bool = False) -> str | None:
-        """The tree of an object as JSON, its storages numbered; ``None`` if it is not plain: then this one
-        is to be thrown away. ``patiently``: on a thread that others do not wait for.
+        """The tree of an object as JSON; adds its storages. ``None`` if the object is not plain;
+        this writer must then be discarded. ``patiently``: nobody waits for this thread, so it lets
+        others have the GIL from time to time.
         """
         if patiently:
             return self.native.tree(obj, patiently=True)
@@ -69,16 +70,16 @@ class StorageWriter:
             return self.native.tree(obj)
 
     def find_roles(self, obj: object) -> str | None:
-        """What tensors of an object are to its optimizer, as JSON, if there is one."""
+        """The role table (what each tensor is to the optimizer) as JSON, if there is one."""
         with NoCollection():
             return self.native.roles(obj)
 
     def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
-        """The number of a storage; ``hint`` is asked when it is met for the first time."""
+        """The index of a storage. If it is new it is added, with what ``hint`` returns."""
         found = self.native.find(storage)
         if found is None:
             name, dtype, shape = hint()
-            # Halves of surrogate pairs are not UTF-8, as names are.
+            # Names are UTF-8, which cannot hold lone surrogates.
             name = name.encode("utf-8", "backslashreplace").decode("utf-8")
             found = self.native.add(storage, name, dtype, shape)
         return found
@@ -93,7 +94,7 @@ class StorageWriter:
 
     def engine(self, compute: Compute) -> _core.CudaEngine | None:
         """The engine for the CUDA devices that storages are on; ``None`` if there are none, or if
-        their values are to go through host memory.
+        their values must go through host memory.
         """
         there = self.native.devices()
         return compute.engine(there) if there else None
@@ -101,16 +102,16 @@ class StorageWriter:
     def sources(
         self, engine: _core.CudaEngine | None, streams: Mapping[int, int] | None = None
     ) -> _core.Sources:
-        """Where the values are; with an engine those of CUDA devices are read there, on the current
-        streams unless others are named.
+        """Where the values are. With an engine, those on CUDA devices are read there, on
+        ``streams`` or else on the current ones.
         """
         if engine is not None and streams is None:
             streams = current_streams(self.native.devices())
         return self.native.sources(streams or {} if engine is not None else {})
 
     def write(self, writer: _core.Writer, progress: Progress, compute: Compute) -> None:
-        """Hands all storages to the native writer: those of the host and of CUDA devices as they are,
-        others copied to the host a few at a time.
+        """Passes all storages to the native writer: those on the host and on CUDA devices directly,
+        others as copies on the host, a few at a time.
         """
         engine = self.engine(compute)
         sources = self.sources(engine)
@@ -144,7 +145,9 @@ class StorageWriter:
 def copy_elsewhere(
     storages: StorageWriter, sources: _core.Sources, numbers: Sequence[int]
 ) -> list[torch.UntypedStorage]:
-    """Copies storages of other devices to host memory; the copies, which the caller keeps."""
+    """Copies storages of other devices to host memory. Returns the copies, which the caller must
+    keep.
+    """
     copies = [storage.cpu() for storage in storages.native.get(numbers)]
     sources.put([(n, copy.data_ptr()) for n, copy in zip(numbers, copies, strict=True)])
     return copies
@@ -158,8 +161,8 @@ def write_sources(
     check: Callable[[], None],
     ahead: int,
 ) -> None:
-    """Hands values to the native writer, wherever they are. What ``check`` raises ends that. ``ahead``:
-    bytes of encoded values of CUDA devices that may wait to be written.
+    """Passes values to the native writer, wherever they are. An exception from ``check`` stops it.
+    ``ahead``: bytes of encoded values from CUDA devices that may wait to be written.
     """
     report = progress.native()
 
@@ -194,7 +197,7 @@ class StorageReader:
         self._fake = torch._guards.detect_fake_mode(None) is not None
         self._empty = torch.empty
         self._map_location = map_location
-        #: What a function of the caller's raised.
+        #: The exception that a function of the caller's raised.
         self.error_of_caller: Exception | None = None
         self._restore = torch.serialization._get_restore_location(self._guarded(map_location))
         is_device = isinstance(map_location, (str, torch.device))
@@ -204,12 +207,12 @@ class StorageReader:
         self._ahead: dict[int, torch.UntypedStorage] = {}
         self._done: dict[int, torch.UntypedStorage] = {}
         self._sizes: dict[int, int] = {}
-        # A function may do anything with a storage: it gets what was read.
+        # A function may do anything with a storage, so it gets storages whose values were read.
         self._devices: dict[str, torch.device | None] | None = (
             None if callable(map_location) else {}
         )
         self._waiting: list[tuple[int, torch.UntypedStorage]] | None = None
-        # Whether `new_tensor` makes any; `None` until it is asked.
+        # Whether `new_tensor` may create tensors; `None` until the first call.
         self._makes: bool | None = None
 
     def __len__(self) -> int:
@@ -240,7 +243,7 @@ class StorageReader:
         return call
 
     def get(self, number: int, location: str) -> torch.UntypedStorage:
-        """The storage with this number, on the device that its tag and ``map_location`` say."""
+        """The storage with this index, on the device that its tag and ``map_location`` select."""
         storage = self._done.get(number)
         if storage is None:
             storage = self._done[number] = self._place(number, location)
@@ -250,8 +253,8 @@ class StorageReader:
     def new_tensor(
         self, number: int, dtype: torch.dtype, shape: tuple[int, ...], location: str
     ) -> torch.Tensor | None:
-        """A tensor that is all there is in a storage, which is to be filled later; ``None`` if that is not
-        what `get` would give.
+        """A new tensor that covers a whole storage, to be filled later; ``None`` if `get` would not
+        place the storage like that.
         """
         if self._makes is None:
             self._makes = self._makes_tensors()
@@ -262,7 +265,7 @@ class StorageReader:
             return None
         try:
             tensor = self._empty(shape, dtype=dtype, device=device)
-        except RuntimeError:  # `get` says what is wrong.
+        except RuntimeError:  # `get` will say what is wrong.
             return None
         storage, nbytes = tensor.untyped_storage(), self._infos[number][3]
         if self._waiting is None or storage.nbytes() != nbytes:
@@ -273,10 +276,10 @@ class StorageReader:
         return tensor
 
     def _makes_tensors(self) -> bool:
-        """Whether new tensors of PyTorch's are what storages would be put into."""
+        """Whether storages can be created as part of new tensors."""
         import torch
 
-        # In the last case they would be filled with something.
+        # With deterministic algorithms PyTorch would fill new tensors with a value.
         return not (
             self._waiting is None
             or self._ahead
@@ -286,7 +289,7 @@ class StorageReader:
         )
 
     def on_fake_device(self, tensor: torch.Tensor, location: str) -> torch.Tensor:
-        """The tensor; under a `FakeTensorMode`, with the device that it would be on."""
+        """Returns the tensor; under a `FakeTensorMode` it notes the device that it would be on."""
         if self._fake:
             import torch
 
@@ -301,7 +304,7 @@ class StorageReader:
         return tensor
 
     def check_sizes(self) -> None:
-        """Refuses views that PyTorch has made room for, with whatever was in memory there."""
+        """Raises if a view made PyTorch enlarge a storage, which exposes uninitialised memory."""
         for number, storage in self._done.items():
             if storage.nbytes() > self._sizes[number]:
                 name, _, _, nbytes = self.info(number)
@@ -332,20 +335,22 @@ class StorageReader:
         return self._restore(storage.cpu(), location)
 
     def _device_of(self, location: str) -> torch.device | None:
-        """The device of a tag, if storages are read straight into its memory."""
+        """The device of a location tag, if storages can be read straight into its memory."""
         import torch
 
         if self._devices is None:
             return None
         if location not in self._devices:
-            # PyTorch says which device it is, and what is wrong with it.
+            # PyTorch decides which device it is, or reports what is wrong with it.
             device = self._restore(torch.UntypedStorage(0), location).device
             on_gpu = device.type == "cuda" and self._compute.engine((device.index,)) is not None
             self._devices[location] = device if on_gpu or device.type == "cpu" else None
         return self._devices[location]
 
     def defer(self) -> None:
-        """Storages are filled by `fill`, all at once: nobody may look at values before."""
+        """From now on storages are filled by `fill`, all at once. Until then nobody may use their
+        values.
+        """
         self._waiting = []
 
     def fill(self) -> None:
@@ -354,7 +359,7 @@ class StorageReader:
         self._read(waiting)
 
     def numbers(self) -> dict[int, int]:
-        """The numbers of the storages that were handed out, by identity."""
+        """The indices of the storages that were handed out, by identity."""
         return {storage._cdata: number for number, storage in self._done.items()}
 
     def _fetch(self, first: int, device: torch.device) -> None:
@@ -387,8 +392,8 @@ def read_batch(
     progress: Progress,
     new: bool = False,
 ) -> None:
-    """Reads into memory of the host and of CUDA devices; ``new``: memory of the host that nobody has
-    written to yet.
+    """Reads into memory of the host and of CUDA devices. ``new``: the host memory was not written
+    to before.
     """
     host = [request[:3] for request in batch if request[3] == HOST]
     if host:
@@ -405,7 +410,7 @@ def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedS
     import torch
 
     if device is not None and device.type != "cpu":
-        # If there is no room, PyTorch's own error says what takes it.
+        # If there is no room, PyTorch's own error says what takes it up.
         return torch.UntypedStorage(nbytes, device=device)
     try:
         return torch.UntypedStorage(nbytes)
@@ -414,7 +419,7 @@ def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedS
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is elements at strides of a storage, each of its element size."""
+    """Whether a tensor consists of plain strided elements of a storage on the CPU or a GPU."""
     import torch
 
     return bool(
@@ -428,8 +433,8 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def require_storage(tensor: torch.Tensor, path: str) -> None:
-    """Refuses a tensor whose storage was taken away, as sharding libraries do: the file would hold
-    nothing of it, and nobody could load it.
+    """Raises `S4Error` for a tensor whose storage was freed, as sharding libraries do: the file
+    would not contain its values, and could not be loaded.
     """
     storage, item = tensor.untyped_storage(), tensor.element_size()
     if not fits(storage.nbytes(), item, tensor.storage_offset(), tensor.shape, tensor.stride()):
@@ -440,6 +445,6 @@ def require_storage(tensor: torch.Tensor, path: str) -> None:
 
 
 def fits(nbytes: int, item: int, offset: int, shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a view of so many elements, at such strides, lies within a storage."""
+    """Whether a view with this offset, shape and stride lies within a storage of ``nbytes``."""
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return 0 in shape or (last + 1) * item <= nbytes

@@ -43,10 +43,10 @@ from ._turn import Turn
 
 logger = logging.getLogger("s4weights")
 
-#: Seconds: more than anybody waits, and less than clocks can add.
+#: The longest timeout in seconds: longer than anyone waits, and small enough to add to a clock.
 _LONGEST = 1e9
 
-#: Stores of a process that was forked: their threads stayed behind, so they are left as they are.
+#: Stores inherited through a fork. Their threads do not exist in this process: they stay untouched.
 _ABANDONED: list[_core.Store] = []
 _stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
 
@@ -54,63 +54,61 @@ _stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
 class CheckpointStore(Catalog):
     """Checkpoints of one run, or of several, in a local folder or below a URL.
 
-    Most are stored as deltas of an earlier one, chosen such that restoring reads few of them. Each
-    is listed whole or not at all; what was saved is never changed. The first save creates the store
-    if there is none.
+    Most checkpoints are stored as deltas of an earlier one, which is chosen so that a restore reads
+    only a few. A checkpoint is listed whole or not at all; what was saved is never changed. The
+    first save creates the store if there is none.
 
     Any thread may call any method, several at once: saves wait for each other, and `close` waits
-    for them. A function that a save calls (``progress=``), or a signal handler that runs within
-    one, must not save to the same store or close it: that raises `RuntimeError`. After a fork the
-    child has a connection of its own, and saves that ran in the background continue in the parent
-    process only.
+    for them. A function that a save calls (``progress=``), or a signal handler that runs during a
+    save, must not save to the same store or close it: that raises `RuntimeError`. After a fork the
+    child has a connection of its own, and background saves continue in the parent process only.
 
-    A save in the background that fails is logged at once, and raised by the next call that waits
-    for it: a save, a load or `close`. If none comes, the process says so on stderr when it ends,
-    and its exit status is not 0. ``with`` closes the store in any case.
+    A background save that fails is logged at once, and its error is raised by the next call that
+    waits for it: a save, a load or `close`. If no such call comes, the process reports the failure
+    on stderr when it exits, and its exit status is not 0. ``with`` closes the store in any case.
 
-    A store can be pickled and copied: what comes out has the same arguments, and a connection of
-    its own. Arguments may hold secrets (``storage_options``), and so does the pickle.
+    A store can be pickled and copied: the copy has the same arguments, and a connection of its own.
+    Arguments may hold secrets (``storage_options``), and so does the pickle.
 
     Args:
         url: a folder or a URL such as ``s3://bucket/runs/a``.
         retention: what stays listed after each save; ``None``: everything. An integer means
             ``Retention(keep_last=...)``.
-        max_chain: most checkpoints that share one base, including it (16); 1 for bases only.
-        max_hops: most deltas that restoring a checkpoint reads besides its base (2). Each takes as
-            long as the base, or up to twice as long. Fewer hops make larger deltas: with 1 all are
-            deltas of the base, with ``max_chain - 1`` each is one of the previous checkpoint.
-        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` today. These make
-            deltas of weights by the moments that are saved with them; reading the weights then reads
-            the moments, too.
+        max_chain: the most checkpoints that share one base, including it (16); 1: only bases.
+        max_hops: the most deltas that restoring a checkpoint reads besides its base (2). Each takes
+            as long as the base, or up to twice as long. Fewer hops make larger deltas: with 1, all
+            are deltas of the base; with ``max_chain - 1``, each is one of the previous checkpoint.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` today. These two
+            predict a delta's weights from the moments saved with them, which loads then read, too.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         threads: native threads; ``None`` means one for each core.
         parent_memory: bytes of host memory for the values that later saves are deltas of (1 GiB):
             those of the base and of one more checkpoint for each further hop, in equal shares,
-            compressed if need be. What does not fit its share is read back at every save. Of values of
-            CUDA devices, what is not kept in page-locked memory (``pinned_memory``). Samples for planning
-            take up to half as much again, and a save some 250 MiB.
-        bandwidth: bytes a second that uploads may use.
+            compressed if need be. What does not fit its share is read back at every save. Values of
+            CUDA devices count only if they are not kept in page-locked memory (``pinned_memory``).
+            Samples for planning take up to half as much again, and a save some 250 MiB.
+        bandwidth: bytes per second that uploads may use.
         allow_network_fs: use a folder on a network file system anyway.
         timeout: seconds for which a request that fails, or is not answered, is retried before the
             call fails (300). It limits each request with its retries, and each commit, not a whole
             save.
-        writers: how many processes may write to a store that is created by this: ``"many"``, which
-            is refused where the object store does not prove to be safe for that, or ``"single"``,
-            which is guarded by a lease.
-        read_only: never write, and list what can be proved of a store whose log is damaged.
-        device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored is
-            the same.
-        gpu_scratch: as in `save`, and so is ``pinned_memory``; `close` gives back what is idle of it.
-        staging_memory: bytes of host memory that saves in the background may take for values, copied
-            or encoded, that are not uploaded yet; ``None``: no limit. The call blocks while more
-            wait.
-        device_reserve: bytes of each CUDA device's memory that copies of values leave free; ``None``:
-            1 GiB, or a tenth of the memory if that is more. What PyTorch once had comes on top.
+        writers: how many processes may write to a store that this creates: ``"many"``, which is
+            refused unless the object store proves to be safe for that, or ``"single"``, which is
+            guarded by a lease.
+        read_only: never write. If the store's log is damaged, list what can still be proved.
+        device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored
+            is the same.
+        gpu_scratch: as in `save`.
+        pinned_memory: as in `save`. `close` returns the idle part of it to the system.
+        staging_memory: bytes of host memory that background saves may take for values, copied or
+            encoded, that are not uploaded yet; ``None``: no limit. Above it the call blocks.
+        device_reserve: bytes of each CUDA device's memory that copies leave free, besides memory
+            that PyTorch once had; ``None``: 1 GiB, or a tenth of the memory if that is more.
         runner: the socket of a runner (``s4w serve``), such as ``unix:///run/s4weights/s4w.sock``.
-            Saves return a `RunnerSave` once the checkpoint lies on the local drive and is the runner's,
-            which compresses, verifies and uploads it; loads come from the nearest place that has it.
-            Where checkpoints go, the retention and the preset are the runner's to say: ``url`` is for
-            lists and the rest.
+            Saves return a `RunnerSave` once the checkpoint is on the local drive and handed over to
+            the runner, which compresses, verifies and uploads it; loads come from the nearest place
+            that has the checkpoint. The runner decides where checkpoints go, the retention and the
+            preset; ``url`` is for listing and the other methods.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class CheckpointStore(Catalog):
         runner: str | None = None,
     ) -> None:
         self.url = absolute(url)
-        # What a copy is made of.
+        # The arguments from which a copy is made.
         self._arguments: dict[str, Any] = {
             "url": self.url,
             "max_chain": max_chain,
@@ -159,9 +157,9 @@ class CheckpointStore(Catalog):
             "runner": runner,
         }
         if runner is not None and retention is not None:
-            raise ValueError("retention: with a runner it is the runner's, `keep_last`")
+            raise ValueError("retention: with a runner, set `keep_last` in its configuration")
         self.runner = None if runner is None else RunnerClient(runner, timeout)
-        # One for each call: what it finds is of one process.
+        # A new one for each call: the engines that it finds belong to one process.
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch, pinned_memory)
         scratch = self._compute().scratch
         self._budget = Budget(staging_memory, device_reserve, scratch).check()
@@ -188,18 +186,18 @@ class CheckpointStore(Catalog):
             timeout=timeout,
             writers=writers,
         )
-        # Each of these is set at one stroke, without a lock: a signal handler may wait for saves
-        # wherever the main thread is, also where it would hold one.
+        # Each of these is set atomically, without a lock: a signal handler may wait for saves
+        # wherever it interrupts the main thread, even where that would be holding a lock.
         self._native: _core.Store | None = None
         self._closed = False
-        # Who has the turn has what follows: for as long as a save takes, or until the tensors of
-        # one in the background are copied. That one keeps the buffer until it ends.
+        # The fields below belong to whoever has the turn: for the duration of a save, or until a
+        # background save has copied its tensors. A background save keeps the buffer until it ends.
         self._turn = Turn()
         self._pending: Pending[Any] | None = None
-        self._outside: list[Pending[Any]] = []  # Of DCP; `close` waits for them.
+        self._outside: list[Pending[Any]] = []  # Saves that DCP runs; `close` waits for them.
         self._threads = threads
         self._spare: HostBuffer | None = None
-        # For `finish_on_sigterm`: whether the main thread is in a save, and what comes after.
+        # For `finish_on_sigterm`: whether the main thread is in a save, and what to call after it.
         self._deadline = Deadline()
         self._saving_here = False
         self._used_devices = False
@@ -210,7 +208,7 @@ class CheckpointStore(Catalog):
         return f"CheckpointStore({self.url!r})"
 
     def __reduce__(self) -> tuple[Callable[..., CheckpointStore], tuple[dict[str, Any]]]:
-        # A copy, in this process or another, is a store of its own that connects when it is used.
+        # A copy, in this process or another, is a separate store that connects when it is used.
         arguments = {**self._arguments, "retention": self.retention}
         return functools.partial(_make, type(self)), (arguments,)
 
@@ -227,8 +225,8 @@ class CheckpointStore(Catalog):
             logger.exception("%s: a save in the background failed", self.url)
 
     def close(self) -> None:
-        """Waits for saves, also of other threads, and raises what one in the background failed
-        with. The store cannot be used any more; what other threads are loading goes on.
+        """Waits for saves, including those of other threads, and raises the error of a background
+        save that failed. The store cannot be used after that; loads in other threads continue.
         """
         with self._turn:
             try:
@@ -244,7 +242,7 @@ class CheckpointStore(Catalog):
                     free_pinned_memory()
 
     def _abandon(self) -> None:
-        """Closes it, in a save that has ended; what that failed with is for whoever waits for it."""
+        """Closes the store in a save that has ended; whoever waits for the save gets its error."""
         self._closed = True
         self._native, self._spare = None, None
 
@@ -299,37 +297,38 @@ class CheckpointStore(Catalog):
     ) -> CheckpointEntry | PendingSave:
         """Saves anything that `save` takes as the checkpoint of a training step.
 
-        One save runs at a time: the next one waits for it, and raises what it failed with.
+        One save runs at a time: the next one waits for it, and raises its error if it failed.
 
         Args:
             state: the object.
             step: the training step, 0 or more. Several checkpoints may have the same one.
             metrics: finite numbers that retention can choose by.
             tags: free text.
-            blocking: ``False`` returns once the values are staged, and saves in the background. One
-                that another writer's clean-up keeps from being listed then is not tried a second
-                time, if values may have changed by then.
-            stage: with ``blocking=False``, how values are kept as they are at the call (docs/staging.md).
-                ``"device"`` copies those on CUDA devices into free memory there, which is freed as
-                soon as they are encoded, and is an error if there is no room. ``"host"`` returns
-                when they have been copied to page-locked memory of the host, or encoded to it if that has
-                no room for copies. Both copy tensors in host memory.
+            blocking: ``False`` returns once the values are staged, and saves in the background. If
+                another writer's clean-up keeps such a save from being listed, it is not retried
+                once the values may have changed.
+            stage: with ``blocking=False``, how the values at the time of the call are preserved
+                (docs/staging.md). ``"device"`` copies those on CUDA devices into free device
+                memory, which is freed as soon as they are encoded; without room it is an error.
+                ``"host"`` returns when they have been copied to page-locked host memory, or
+                encoded into it if there is no room for copies. Both copy tensors in host memory.
                 ``"lazy"`` returns at once: the caller promises not to change or resize any tensor
-                until they have been read, for which `PendingSave.guard` waits. ``"auto"`` takes
+                until all have been read, which `PendingSave.guard` waits for. ``"auto"`` is
                 ``"device"`` if there is room, else ``"host"``; it needs no promise.
-            base: write no delta.
-            progress: as in `save`; called from the background if that is where the save runs.
+            base: store a base, not a delta.
+            progress: as in `save`; a background save calls it on a thread of its own.
             metadata: free text to keep with the object.
             pickle_module: as in `save`.
             pickle_protocol: as in `save`.
 
         Returns:
-            The entry; or a `PendingSave`; with a runner, a `RunnerSave`.
+            The entry; with ``blocking=False`` a `PendingSave`; with a runner a `RunnerSave`.
 
         Raises:
             StorageError: the store cannot be written.
-            ConflictError: another writer retired what was needed, and a second try did not help.
-            S4Error: another of its kinds.
+            ConflictError: another writer retired a checkpoint that this save needed, and the retry
+                failed, too.
+            S4Error: any other failure.
         """
         import torch
 
@@ -357,7 +356,7 @@ class CheckpointStore(Catalog):
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """One save: waits for its turn."""
+        """Runs one save, after waiting for its turn."""
         main = threading.current_thread() is threading.main_thread() and not self._turn.is_mine()
         if main:
             self._saving_here = True
@@ -401,7 +400,7 @@ class CheckpointStore(Catalog):
             pending: PendingSave | None = None,
             values: StagedValues | None = None,
         ) -> CheckpointEntry:
-            # Of a save that blocks nothing may change meanwhile, and a second try may read it again.
+            # A blocking save has no `staged`: its values cannot change, so a retry may reread them.
             staged = None if pending is None else pending._finish_values
             reads_host, memory = (values.reads_host, values.upload_memory) if values else (False, None)
             if not reads_host and engine is None:
@@ -410,7 +409,7 @@ class CheckpointStore(Catalog):
                 native = self._open("open_or_create")
                 watch = self._watch(tracker, pending)
                 if pending is not None:
-                    # Not before: threads of the store stay.
+                    # Not before the store is open: its threads outlive this save.
                     pending._give_way()
                 done = native.save(
                     step,
@@ -441,7 +440,7 @@ class CheckpointStore(Catalog):
             with recorder.watch():
                 return save(*how)
 
-        # Who asks for progress is told at once how much there is.
+        # A progress function is given the total at once, so values are then described right away.
         lazily = stage == "lazy" and (progress is None or progress is False)
         if lazily and (pending := self._save_lazily(step, state, described, watched, recorder)):
             return pending
@@ -467,10 +466,12 @@ class CheckpointStore(Catalog):
         save: Callable[..., CheckpointEntry],
         recorder: Recorder,
     ) -> PendingSave | None:
-        """Describes the tensors in the background, too; ``None`` if the state holds other things that may change."""
+        """Describes the tensors in the background as well; ``None`` if the state holds anything
+        else that may change, or CUDA tensors that have no engine.
+        """
         if (frozen := _core.freeze(state)) is None:
             return None
-        # Only the list holds the copy: tensors that were read may be freed.
+        # Only this list holds the copy, so that tensors can be freed once they have been read.
         copies, ordinals, frozen = [frozen[0]], frozen[1], None
         engine = self._compute().engine(ordinals) if ordinals else None
         if ordinals and engine is None:
@@ -507,7 +508,7 @@ class CheckpointStore(Catalog):
         recorder: Recorder,
     ) -> PendingSave:
         pending = PendingSave(step, str(self.url))
-        # If the copy fails, a GPU may still be writing to this memory: it is abandoned then.
+        # If the copy fails, a GPU may still be writing to the buffer: it is not used again then.
         buffer, self._spare = self._spare or HostBuffer(self._threads), None
         with recorder.begin("stage"):
             values = stage_values(storages, engine, stage, buffer, self._budget)
@@ -517,7 +518,7 @@ class CheckpointStore(Catalog):
             try:
                 return save(values.sources, pending, values)
             finally:
-                # Before anybody is told that this save has ended.
+                # Before anyone is told that this save has ended.
                 self._spare = buffer
 
         pending._start(run)
@@ -563,14 +564,14 @@ class CheckpointStore(Catalog):
         """Loads a checkpoint.
 
         Args:
-            step: the training step; ``None``: the newest checkpoint. The ``id`` of an entry names
-                one among several of a step.
+            step: the training step; ``None``: the newest checkpoint. The ``id`` of an entry selects
+                one of several checkpoints of the same step.
             map_location: as in `torch.load`.
-            keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``:
-                the dicts that lead there come back with nothing else in them, and nothing else is
-                read. ``None``: everything.
-            fallback: when the newest checkpoint is damaged, load the one before, and so on, and
-                warn about it. Only without a step. (A runner always does.)
+            keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``. The
+                dicts on the way to these parts are returned with nothing else in them, and nothing
+                else is read. ``None``: everything.
+            fallback: if the newest checkpoint is damaged, warn and load the one before, and so on.
+                Only without a step. (A runner always does this.)
             weights_only: as in `load`.
             progress: as in `save`.
             pickle_module: as in `load`.
@@ -578,13 +579,13 @@ class CheckpointStore(Catalog):
 
         Raises:
             NotFoundError: there is no such checkpoint.
-            CorruptDataError: it, or one that it needs, is damaged.
-            S4Error: another of its kinds.
+            CorruptDataError: the checkpoint, or one that it needs, is damaged.
+            S4Error: any other failure.
         """
         require_little_endian()
         check_pickle_arguments("load_checkpoint", pickle_module, pickle_load_args)
         if fallback and step is not None:
-            raise ValueError("fallback: only without a step, to find the newest that can be used")
+            raise ValueError("fallback: finds the newest usable checkpoint; give no step")
         self._settle()
         if self.runner is not None:
             with self.runner.restored(step) as path:
@@ -601,7 +602,7 @@ class CheckpointStore(Catalog):
                     **pickle_load_args,
                 )
         native = self._open("open")
-        # Read once: if there were several passes, an iterator would be empty for the second.
+        # `load` may run several times; an iterator would be empty the second time.
         parts = keys if keys is None or isinstance(keys, str) else [*keys]
 
         def load(found: CheckpointEntry) -> Any:
@@ -639,7 +640,7 @@ class CheckpointStore(Catalog):
     def _open(self, mode: str) -> _core.Store:
         native = self._native
         if native is None and not self._closed:
-            # Threads that open it at the same time all get one that works; one is kept.
+            # Threads that get here at the same time each get a working store; one of them is kept.
             native = self._native = self._connect(mode)
         if self._closed:
             self._native = None
@@ -648,7 +649,7 @@ class CheckpointStore(Catalog):
         return native
 
     def _in_child(self) -> None:
-        """After a fork: threads stayed with the parent, and so did its saves and their memory."""
+        """In the child after a fork: threads, running saves and their memory are the parent's."""
         if self._native is not None:
             _ABANDONED.append(self._native)
         self._native, self._pending, self._spare, self._outside = None, None, None, []
@@ -656,7 +657,7 @@ class CheckpointStore(Catalog):
         self._saving_here = False
 
     def _settle(self) -> None:
-        """Waits for a save in the background; raises its error if nobody has seen it."""
+        """Waits for the background save, if any; raises its error if nobody has seen it."""
         if self._closed:
             raise ValueError(f"{self!r} is closed")
         pending = self._pending
@@ -664,15 +665,15 @@ class CheckpointStore(Catalog):
             return
         if pending._thread is threading.current_thread():
             raise RuntimeError(
-                "this waits for the save that it is called from: a progress function can neither "
-                "save to the same store nor load from it"
+                "this would wait for the save that it is called from: a progress function can "
+                "neither save to the same store nor load from it"
             )
         error = pending.committed.settle()
         if error is not None:
             raise error
 
     def _drain(self, seconds: float) -> None:
-        """Waits for saves that run, and lets them be given up when time is over."""
+        """Waits for running saves; those that have not ended in time are given up."""
         self._deadline.set(seconds)
         end = time.monotonic() + seconds + 5.0
         with self._turn.wait(seconds + 5.0) as waited:

@@ -1,4 +1,4 @@
-"""Tensors that are in use, and become what one checkpoint after the other holds, where they are."""
+"""Tensors in use that are updated in place, from one checkpoint to the next."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ if TYPE_CHECKING:
 
 
 class LiveWeights:
-    """The tensors of a module or of containers. They are decoded in place; those that cannot be (they
-    are not contiguous, or on a device without a decoder) have a copy in host memory, which is.
+    """The tensors of a module or of containers. They are decoded in place; a tensor for which that
+    is impossible (not contiguous, or on a device without a decoder) is filled from a copy in host
+    memory that is decoded instead.
     """
 
     def __init__(self, weights: object, compute: Compute) -> None:
         self._weights, self._compute = weights, compute
-        #: What tells whether a checkpoint holds the tensors of the one before, under the same numbers.
+        #: Tree and tensors of the last checkpoint, to see whether the next one has the same.
         self._shape: tuple[str | None, list[_core.TensorInfo]] | None = None
-        #: By number of the tensor in the checkpoint: what is decoded into.
+        #: The tensors to decode into, by the index of the tensor in the checkpoint.
         self._places: dict[int, torch.Tensor] = {}
-        #: What is filled from those: the tensor, and a tensor in such a place.
+        #: Tensors that are filled from those: each with the values in such a place.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -53,12 +54,11 @@ class LiveWeights:
         self._done()
 
     def apply(self, reader: _core.Reader, whole: Callable[[], _core.Reader]) -> None:
-        """Turns the values of what a checkpoint is a delta of, which the tensors hold, into its own.
+        """Applies a delta: the tensors hold the values of its parent, and get its own.
 
         Args:
-            reader: the checkpoint, which `fits`.
-            whole: gives it together with what it is a delta of: for tensors that devices do not
-                decode.
+            reader: the delta, which `fits`.
+            whole: opens the delta together with its chain, for tensors that a device cannot update.
         """
         requests = self._requests()
         host = [request[:3] for request in requests if request[3][0] < 0]
@@ -73,7 +73,7 @@ class LiveWeights:
         self._done()
 
     def _requests(self) -> list[_core.PlacedRequest]:
-        # The current streams may be others than at the last call.
+        # The current streams may have changed since the last call.
         places = Places()
         return [
             (number, tensor.data_ptr(), tensor.nbytes, places.of(tensor.untyped_storage()))
@@ -85,7 +85,7 @@ class LiveWeights:
         import torch
 
         if reader.form() == "pickle":
-            raise UnsafeLoadError("a checkpoint with a pickle in it: not published as weights are")
+            raise UnsafeLoadError("the checkpoint contains a pickle: not published as weights")
         pairs = match(self._weights, reader, self._compute)
         places: dict[int, torch.Tensor] = {}
         rest = []

@@ -1,8 +1,8 @@
-"""Checkpoints of a store over a socket, for those who cannot reach the store: HTTP, and the bytes that
-are stored.
+"""Serves checkpoints of a store over a socket, to processes that cannot reach the store: the stored
+bytes, over HTTP.
 
 ``GET /v1/checkpoints?after=ID&wait=SECONDS``
-    What the store lists, as JSON, once its newest checkpoint is another one than ``ID`` or the time is
+    What the store lists, as JSON, as soon as its newest checkpoint is not ``ID``, or the time is
     over.
 ``GET /v1/checkpoints/ID``
     The index of a checkpoint and its objects, one after the other; their sizes are in the header
@@ -37,12 +37,12 @@ logger = logging.getLogger("s4weights")
 
 #: Seconds for which a request may wait for a new checkpoint.
 LONGEST_WAIT = 60.0
-#: Bytes of a list of checkpoints, and the most objects that one has.
+#: The most bytes of a list of checkpoints, and the most objects of a checkpoint.
 _LIST_BYTES = 16 << 20
 _MOST_OBJECTS = 1 << 16
 #: Seconds of silence after which a connection is given up.
 _SILENCE = 60.0
-#: Bytes of a checkpoint that is kept for the next one who asks.
+#: The most bytes of a checkpoint that is kept in memory for the next request.
 _KEPT_BYTES = 256 << 20
 _PAUSE = 0.2
 
@@ -72,9 +72,9 @@ class Server:
     """Serves the checkpoints of a store from threads of its own, to whoever reaches the socket.
 
     Args:
-        address: ``tcp://host:port`` (port 0: any that is free) or ``unix:///path``.
-        entries: gives what the store lists.
-        stored: gives the index and the objects of a checkpoint, by its id.
+        address: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
+        entries: returns what the store lists.
+        stored: returns the index and the objects of a checkpoint, given its id.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Server:
         except OSError as error:
             raise StorageError(error.errno, f"cannot listen: {error.strerror}", address) from error
         self._server.owner = self
-        #: Where it listens.
+        #: The address that it listens at, with the actual port.
         self.address = address
         if not isinstance(place, str):
             host = f"[{place[0]}]" if ":" in place[0] else place[0]
@@ -111,14 +111,14 @@ class Server:
         threading.Thread(target=serve, name="s4weights-sync", daemon=True).start()
 
     def refresh(self) -> None:
-        """Reads what the store lists, and tells those who wait."""
+        """Reads what the store lists, and wakes requests that wait for it."""
         entries = self._list()
         with self._news:
             self._entries = entries
             self._news.notify_all()
 
     def close(self) -> None:
-        """Ends it; answers that are on their way are cut."""
+        """Stops serving; answers that are being sent are cut off."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -129,7 +129,7 @@ class Server:
                 os.unlink(self._path)
 
     def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]:
-        """What is listed, once it is news."""
+        """What is listed, once the newest checkpoint is not ``after``, or the time is over."""
 
         def is_news() -> bool:
             return self._closed or bool(self._entries and self._entries[-1].id != after)
@@ -139,7 +139,7 @@ class Server:
             return self._entries
 
     def payload(self, id: str) -> tuple[bytes, Sequence[bytes]]:
-        """The index and the objects of a checkpoint; of a small one, read once for all who ask."""
+        """The index and the objects of a checkpoint. A small one is read once for all requests."""
         if all(entry.id != id for entry in self._entries):
             raise NotFoundError(errno.ENOENT, "no such checkpoint", id)
         with self._reading:
@@ -183,7 +183,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = _SILENCE
 
     def do_GET(self) -> None:
-        """Answers."""
+        """Answers a request."""
         owner: Server = self.server.owner  # type: ignore[attr-defined]
         parts = urlsplit(self.path)
         try:
@@ -196,7 +196,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         except NotFoundError as error:
             self._fail(404, str(error))
         except S4Error as error:
-            logger.warning("a subscriber was told: %s", error)
+            logger.warning("sent an error to a subscriber: %s", error)
             self._fail(500, str(error))
 
     def _list(self, owner: Server, query: str) -> None:
@@ -233,11 +233,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def address_string(self) -> str:
-        """Sockets of the file system have no address."""
+        """The client's address. Unix sockets have none."""
         return str(self.client_address[0]) if self.client_address else "unix"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Goes to the package's log."""
+        """Logs to the package's logger."""
         logger.debug("%s: " + format, self.address_string(), *args)
 
 
@@ -248,12 +248,12 @@ def _plain(entry: CheckpointEntry) -> dict[str, Any]:
 
 
 class Client:
-    """Asks a `Server`.
+    """Requests checkpoints from a `Server`.
 
     Args:
         address: its address.
-        timeout: seconds for which a server that does not answer is asked again.
-        threads: of the readers that it makes.
+        timeout: seconds for which a server that does not answer is retried.
+        threads: native threads of the readers that it makes.
     """
 
     def __init__(self, address: str, timeout: float, threads: int | None) -> None:
@@ -265,7 +265,7 @@ class Client:
         """Nothing stays open between calls."""
 
     def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]:
-        """What is listed, once the newest one is not ``after``, or the time is over."""
+        """What is listed, once the newest checkpoint is not ``after``, or the time is over."""
         end = time.monotonic() + wait
         while True:
             now = min(max(end - time.monotonic(), 0.0), LONGEST_WAIT)
@@ -283,17 +283,17 @@ class Client:
                 raise TypeError("a list expected")
             return [CheckpointEntry(**item) for item in items]
         except (ValueError, TypeError) as error:
-            raise CorruptDataError(f"{self.name}: no list of checkpoints: {error}") from error
+            raise CorruptDataError(f"{self.name}: not a list of checkpoints: {error}") from error
 
     def alone(self, entry: CheckpointEntry, most: int) -> _core.Reader:
-        """A checkpoint of at most so many bytes, without what it is a delta of."""
+        """A checkpoint without its parent. An answer of more than ``most`` bytes is an error."""
         header, body = self._get(f"/v1/checkpoints/{entry.id}", most, 0.0)
         try:
             sizes = [int(size) for size in (header or "").split(",")]
         except ValueError as error:
             raise CorruptDataError(f"{self.name}: sizes {header!r}") from error
         if len(sizes) > _MOST_OBJECTS or min(sizes) < 0 or sum(sizes) != len(body):
-            raise CorruptDataError(f"{self.name}: {len(body)} bytes are not what was announced")
+            raise CorruptDataError(f"{self.name}: {len(body)} bytes, not the announced sizes")
         parts, at = [], 0
         for size in sizes:
             parts.append(body[at : at + size])
@@ -301,7 +301,7 @@ class Client:
         return _core.Reader.in_memory(parts[0], parts[1:], self._threads)
 
     def whole(self, chain: list[CheckpointEntry], most: int) -> _core.Reader:
-        """The last checkpoint of a chain, whose base comes first."""
+        """The last checkpoint of a chain, with its parents; the base comes first in ``chain``."""
         reader = self.alone(chain[0], most)
         for entry in chain[1:]:
             child = self.alone(entry, most)

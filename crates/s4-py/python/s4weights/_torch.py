@@ -1,20 +1,22 @@
-"""PyTorch, where it is needed; and `torch.save` and `torch.load` as they are if not replaced by ours."""
+"""Imports PyTorch where it is needed, and finds `torch.save` and `torch.load` behind our
+replacements.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-#: Set, to true, on functions that stand in for PyTorch's.
+#: An attribute that is set on our functions that replace PyTorch's.
 OURS = "_s4weights"
 
 
-#: Calls of one another, beyond which they would go on for ever.
+#: The most nested calls of `call_original`: with more, the functions would call each other forever.
 _MOST_CALLS = 16
 
 
 class _Depth(threading.local):
-    """How many calls of `call_original` this thread is in."""
+    """How deeply calls of `call_original` are nested on this thread."""
 
     calls = 0
 
@@ -23,13 +25,13 @@ _depth = _Depth()
 
 
 def original(name: str) -> Any:
-    """PyTorch's function of this name, or what somebody else replaced it by."""
+    """PyTorch's function of this name, or another library's replacement for it."""
     return _originals(name)[0]
 
 
 def call_original(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls it. Where somebody wrapped ours, as in ``torch.load = partial(s4weights.load, ...)``, that
-    comes back here: then it is the next one's turn.
+    """Calls the original. If that is a wrapper of our function, as after
+    ``torch.load = partial(s4weights.load, ...)``, this is called again and uses the next candidate.
     """
     found = _originals(name)
     if _depth.calls >= _MOST_CALLS:
@@ -43,7 +45,7 @@ def call_original(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _originals(name: str) -> list[Any]:
-    """What bears the name in `torch` and `torch.serialization`, and is not ours."""
+    """The functions of this name in `torch` and `torch.serialization` that are not ours."""
     import torch
 
     found = []
@@ -66,7 +68,7 @@ def _gone(name: str) -> str:
 
 
 def require_torch(name: str) -> Any:
-    """PyTorch, for the function of this name."""
+    """PyTorch. If it is missing, the error says that the function ``name`` needs it."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Where the tensors are in files of `torch.save`, without running what is pickled in them."""
+"""Finds the tensors in files of `torch.save`, without running what is pickled in them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import zipfile
 
 import torch
 
-#: Ends of ZIP archives: the signature, and the bytes of the record without its comment.
+#: The end record of ZIP archives: its signature, and its size without the comment.
 _END, _END_BYTES = b"PK\5\6", 22
 _START, _DIRECTORY, _LARGE_END, _LOCATOR = b"PK\3\4", b"PK\1\2", b"PK\6\6", b"PK\6\7"
-#: Storages of fewer bytes stay between the tensors.
+#: Smaller storages, in bytes, are not treated as tensors.
 _LEAST = 1024
-#: The longest name of a storage class.
+#: The dtype of each storage class, by its name.
 _CLASSES = {f"{name}Storage": dtype for name, dtype in (
     ("Double", torch.float64), ("Float", torch.float32), ("Half", torch.float16),
     ("Long", torch.int64), ("Int", torch.int32), ("Short", torch.int16), ("Char", torch.int8),
@@ -24,8 +24,8 @@ _CLASSES = {f"{name}Storage": dtype for name, dtype in (
 
 
 def find_storages(values: bytearray) -> list[tuple[int, int, torch.dtype]]:
-    """The first byte, size and dtype of each large storage, in the order of their places; of what is no
-    file of `torch.save`, or one that PyTorch wrote in another way, none.
+    """The first byte, size and dtype of each large storage, in the order of their positions. Data
+    that is not a file of `torch.save`, or that PyTorch wrote in another layout, has none.
     """
     found = []
     at = 0
@@ -40,14 +40,14 @@ def find_storages(values: bytearray) -> list[tuple[int, int, torch.dtype]]:
 
 
 def _archive_end(values: bytearray, start: int) -> int | None:
-    """Where an archive ends: at the record that fits its beginning."""
+    """Where the archive that begins at ``start`` ends: after the first end record that fits it."""
     at = start
     while (at := values.find(_END, at)) >= 0:
         record = values[at : at + _END_BYTES]
         if len(record) == _END_BYTES:
             offset = struct.unpack("<I", record[16:20])[0]
             if offset == 0xFFFFFFFF:
-                # Of 4 GiB and more: the true number is in the record that this one names.
+                # 4 GiB or more: the true offset is in the ZIP64 end record.
                 offset = _large_offset(values, start, at)
             place = start + offset
             if place < at and values[place : place + 4] == _DIRECTORY:
@@ -57,7 +57,9 @@ def _archive_end(values: bytearray, start: int) -> int | None:
 
 
 def _large_offset(values: bytearray, start: int, at: int) -> int:
-    """Where the directory of a large archive is, that ends at ``at``; behind the end if it is none."""
+    """The offset of the directory of a ZIP64 archive whose end record is at ``at``; beyond the end
+    of the data if it is not one.
+    """
     locator = values[at - 20 : at]
     if len(locator) == 20 and locator[:4] == _LOCATOR:
         place = start + struct.unpack("<Q", locator[8:16])[0]
@@ -94,7 +96,7 @@ def _of_archive(view: memoryview, start: int) -> list[tuple[int, int, torch.dtyp
 
 
 def _dtypes(pickled: bytes) -> dict[str, torch.dtype]:
-    """The dtypes of storages, by their keys: what precedes each persistent id."""
+    """The dtypes of storages by their keys, from the opcodes that precede each persistent id."""
     found: dict[str, torch.dtype] = {}
     kind: torch.dtype | None = None
     texts: list[str] = []
@@ -113,7 +115,7 @@ def _dtypes(pickled: bytes) -> dict[str, torch.dtype]:
             last = memo.get(int(argument or 0))
         elif opcode.name == "BINPERSID":
             if kind is not None and texts:
-                # The storage's class, its key, and where it was.
+                # The texts are the storage's key, and its location.
                 found[texts[0]] = kind
             kind, texts, last = None, [], None
             continue

@@ -18,7 +18,7 @@ array                                  a list
                                        attributes as a dict, may be absent
 ``{"torch.Size": [2, 3]}``             likewise ``{"torch.dtype": "float32"}`` and
                                        ``{"torch.device": "cuda:0"}``
-``{"tensor": 7}``                      tensor 7 of the file as it is there, on the CPU,
+``{"tensor": 7}``                      tensor 7 of the file as it is stored, on the CPU,
                                        without gradient
 ``{"tensor": 7, ...}``                 a view of it, or more about it: ``dtype``; ``shape``;
                                        ``offset`` and ``stride`` in elements (absent: 0 and
@@ -28,8 +28,8 @@ array                                  a list
 ``{"same": 3}``                        the same object as the fourth tensor node
 =====================================  =====================================================
 
-The tree is ``{"root": node}``. An object that does not fit is pickled instead: the form is decided for
-the whole object. Trees are written by the native part (`_core.Storages.tree`), and read here.
+The tree is ``{"root": node}``. An object that does not fit is pickled instead, as a whole. Trees
+are written by the native part (`_core.Storages.tree`), and read here.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from typing import Any
 from ._errors import CorruptDataError
 from ._storages import StorageReader, fits
 
-#: Dimensions of a tensor, as in the format, and what no size reaches.
+#: The most dimensions of a tensor, as in the format; and the limit that sizes stay below.
 MAX_RANK = 64
 MAX_SIZE = 1 << 63
 
-#: Kinds of nodes, and the members that a node of each may have besides the one that names it.
+#: The kinds of nodes, and which members a node may have besides the one that names its kind.
 _KINDS: dict[str, frozenset[str]] = {
     "int": frozenset(),
     "float": frozenset(),
@@ -78,8 +78,8 @@ _short_repr.maxstring = _short_repr.maxother = 200
 
 
 def parse_tree(text: str) -> Any:
-    """The root node. The native reader has checked that no object has a member twice, and that no
-    text has half of a surrogate pair."""
+    """The root node. The native reader has checked that no object has the same member twice, and
+    that no string contains a lone surrogate."""
     tree = _decoder().decode(text)
     if type(tree) is not dict or tree.keys() != {"root"}:
         raise CorruptDataError("corrupt data (tree): an object with one member, `root`, expected")
@@ -93,7 +93,7 @@ def kind_of(node: dict[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _kind_of(members: tuple[str, ...]) -> str:
-    # What is raised is not remembered, so that the cache holds known members alone.
+    # Exceptions are not cached, so that the cache holds valid member names only.
     kinds = [member for member in members if member in _KINDS]
     if len(kinds) == 1 and set(members).difference(kinds) <= _KINDS[kinds[0]]:
         return kinds[0]
@@ -120,7 +120,7 @@ class TreeDecoder:
             raise CorruptDataError(f"corrupt data (tree): {brief(error)}") from error
 
     def tensors(self) -> dict[str, Any]:
-        """A file without a tree: its tensors by name."""
+        """For a file without a tree: its tensors by name."""
         numbers = range(len(self._storages))
         return {self._storages.info(i)[0]: self._tensor(i, {}) for i in numbers}
 
@@ -174,7 +174,7 @@ class TreeDecoder:
         dtype = self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
         location = _string(node.get("device", "cpu"))
         tensor: Any = None
-        # What placing a storage raises is passed on as it is.
+        # Errors of placing a storage are passed on as they are: they are outside the `try` below.
         if _PLACE.isdisjoint(node):
             tensor = self._storages.new_tensor(number, dtype, shape, location)
         place = None
@@ -210,7 +210,7 @@ class TreeDecoder:
         return shape, offset, stride
 
 
-#: What makes an object of a node, by its kind.
+#: The function that builds a node's object, by the node's kind.
 _DECODERS: dict[str, Callable[[TreeDecoder, Any, dict[str, Any]], Any]] = {
     "tensor": lambda self, value, node: self._tensor(value, node),
     "dict": lambda self, value, node: dict(self._pairs(value)),
@@ -252,7 +252,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.cache
 def _dtypes() -> dict[str, Any]:
-    """The dtypes by their names: asking PyTorch for any other name may import a module."""
+    """The dtypes by name. (`getattr` on PyTorch with any other name might import a module.)"""
     import torch
 
     return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -300,5 +300,5 @@ def _dimensions(value: Any) -> tuple[int, ...]:
 
 
 def brief(value: Any) -> str:
-    """What was read, for a message: files may hold any amount of it."""
+    """A value that was read, shortened for a message: values in files may have any length."""
     return _short_repr.repr(value)

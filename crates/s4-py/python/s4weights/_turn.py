@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 
 class Turn:
-    """A lock that one thread has at a time, and that it cannot take twice: a progress function or a
-    signal handler would change what the save below it works with.
+    """A lock that is an error to take twice on one thread: a progress function or a signal handler
+    would change what the interrupted save on that thread works with.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Turn:
         self._owner: int | None = None
 
     def is_mine(self) -> bool:
-        """Whether this thread has it."""
+        """Whether this thread holds the lock."""
         return self._owner == threading.get_ident()
 
     def __enter__(self) -> None:
@@ -35,7 +35,9 @@ class Turn:
 
     @contextlib.contextmanager
     def wait(self, seconds: float) -> Iterator[bool]:
-        """Has it, if it can be had within that time; also where this thread has it already."""
+        """Holds the lock if it can be acquired within ``seconds``, or if this thread holds it
+        already. Yields whether it is held.
+        """
         if self.is_mine():
             yield True
             return

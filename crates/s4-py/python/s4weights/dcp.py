@@ -1,8 +1,8 @@
 """Storage for `torch.distributed.checkpoint` (DCP): distributed checkpoints in a `CheckpointStore`.
 
-Each rank compresses its own shards on its own device, into its own objects; one entry of the store's
-log lists the checkpoint when all of them are there. Consecutive checkpoints with the same sharding are
-stored as deltas::
+Each rank compresses its own shards on its own device, into its own objects; one entry of the
+store's log lists the checkpoint once all of them are stored. Consecutive checkpoints with the same
+sharding are stored as deltas::
 
     import torch.distributed.checkpoint as dcp
     import s4weights.dcp
@@ -10,12 +10,13 @@ stored as deltas::
     dcp.save(state, storage_writer=s4weights.dcp.StorageWriter("s3://bucket/run", step=1000))
     dcp.load(state, storage_reader=s4weights.dcp.StorageReader("s3://bucket/run", step=1000))
 
-What comes of it is a checkpoint like any other: retention, `verify` and the command line work on it,
-and any number of ranks, with another sharding, can load it. Only the chunks that a rank needs are
-decoded. Metadata is JSON; values that are not tensors are what DCP's planner makes of them, a pickle:
-`LoadPlanner` loads these without running code, and `SavePlanner` makes JSON of most.
+The result is a checkpoint like any other: retention, `verify` and the command line work on it, and
+any number of ranks, with any sharding, can load it. Only the chunks that a rank needs are decoded.
+Metadata is stored as JSON. Values that are not tensors are stored as DCP's planner encodes them, as
+pickles: `LoadPlanner` loads these without running code, and `SavePlanner` writes most of them as
+JSON instead.
 
-`save`, `async_save` and `load` are DCP's functions with all of this in place.
+`save`, `async_save` and `load` are DCP's functions with all of this set up.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ __all__ = [
 #: The blob that holds DCP's metadata.
 _BLOB = "dcp"
 
-#: Tags of checkpoints that ranks saved each on its own: whose, and how many there were.
+#: Tags of a checkpoint that one rank saved without the others: its rank, and the number of ranks.
 _RANK, _RANKS = "dcp.rank", "dcp.ranks"
 
 #: The groups of tensors that the store keeps in separate objects.
@@ -83,7 +84,7 @@ _WEIGHTS, _OPTIMIZER = 0, 1
 
 
 class _Share(NamedTuple):
-    """What a rank is told before it writes."""
+    """What the coordinator tells a rank before the rank writes."""
 
     part_of: str
     rank: int
@@ -92,7 +93,8 @@ class _Share(NamedTuple):
         return _received, (self.part_of, self.rank)
 
 
-#: What this thread was told last: a planner that caches plans hands the first save's to all that follow.
+#: The share that this thread received last. It has precedence over the one in the plan: a planner
+#: that caches plans passes the first save's share to all later saves.
 _told = threading.local()
 
 
@@ -102,7 +104,9 @@ def _received(part_of: str, rank: int) -> _Share:
 
 
 class _Stored(NamedTuple):
-    """Where a rank put an item, and, with its first item, what the coordinator needs."""
+    """The name under which a rank stored an item and, with its first item, the rank's part, which
+    the coordinator needs.
+    """
 
     name: str
     part: bytes | None
@@ -111,27 +115,27 @@ class _Stored(NamedTuple):
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     """Writes distributed checkpoints into a `CheckpointStore`.
 
-    Every rank makes one, with the same arguments. It can be pickled, and be used for one save after
-    the other; a save in the background of this process needs a writer of its own.
+    Every rank makes one, with the same arguments. It can be pickled, and used for one save after
+    the other; a background save in this process needs a writer of its own.
 
     Args:
         store: a `CheckpointStore`, or its folder or URL; ``None`` if each ``checkpoint_id`` names
             one, as in ``"s3://bucket/run/step-1000"``.
-        step: the training step. A ``checkpoint_id`` that ends with digits takes its place.
-        metrics: as in `CheckpointStore.save_checkpoint`. Those of the coordinating rank count, and
-            so for ``tags`` and ``base``.
-        tags: as there.
-        base: write no delta.
-        overwrite: ``False``: refuse a step that the store lists already. Else both are listed, and
-            the newer one is what is loaded by the step.
-        progress: as in `save`, of what rank 0 stores, on rank 0 alone.
-        options: arguments of `CheckpointStore`, if ``store`` is none.
+        step: the training step. A ``checkpoint_id`` that ends with digits overrides it.
+        metrics: as in `CheckpointStore.save_checkpoint`. Only the coordinating rank's ``metrics``,
+            ``tags`` and ``base`` count.
+        tags: likewise.
+        base: store a base, not a delta.
+        overwrite: ``False``: refuse a step that the store already lists. Otherwise both are listed,
+            and loading that step takes the newer one.
+        progress: as in `save`; called on rank 0 only, for what rank 0 stores.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
 
-    Raises (all of them on every rank, inside of DCP's `CheckpointException`):
+    Raises (all of them on every rank, inside DCP's `CheckpointException`):
         StorageError: the store cannot be written.
-        ConflictError: there is such a checkpoint, and ``overwrite`` is false.
-        UnsupportedFormatError: the planner made something that is no tensor of a dtype that the
-            format has, or metadata that is not JSON.
+        ConflictError: the step is already listed, and ``overwrite`` is false.
+        UnsupportedFormatError: the planner produced a tensor of a dtype that the format does not
+            support, something that is not a plain tensor, or metadata that JSON cannot hold.
     """
 
     def __init__(
@@ -158,19 +162,21 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._base = base
         self._part_of: str | None = None
         self._rank = 0
-        #: Without collectives: tags that say whose checkpoint it is.
+        #: Without collectives: tags that say which rank's checkpoint it is.
         self._alone: dict[str, str] = {}
-        #: What the store lists, on the coordinating rank, after a save.
+        #: What the store lists after a save; set on the coordinating rank only.
         self.entry: CheckpointEntry | None = None
 
     @property
     def checkpoint_id(self) -> str:
-        """Store and step, as a call of DCP names them."""
+        """Store and step, in the form that DCP's functions take."""
         return self._place.id
 
     @property
     def save_id(self) -> str | None:
-        """The id of what the store lists, on the coordinating rank, after a save."""
+        """The id of the checkpoint after a save; ``None`` before that, and on ranks other than the
+        coordinating one.
+        """
         return None if self.entry is None else self.entry.id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -203,7 +209,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             self._require_new()
         self._part_of = _core.begin_parts(native, raw, self._base)
         shares = [_Share(self._part_of, rank) for rank in range(len(plans))]
-        # Without collectives there is one plan, of whatever rank.
+        # Without collectives there is only this rank's plan, whichever rank it is.
         _told.share = shares[self._rank if len(plans) > 1 else 0]
         pairs = zip(plans, shares, strict=True)
         return [dataclasses.replace(plan, storage_data=share) for plan, share in pairs]
@@ -239,7 +245,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             part = _save(store, share, held_names, held, recorder, progress)
         results = []
         for item, name, nbytes in stored:
-            # The first item brings the part along.
+            # The first item carries the part.
             results.append(WriteResult(item.index, nbytes, _Stored(name, part)))
             part = None
         done: Future[list[WriteResult]] = Future()
@@ -283,13 +289,14 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     Args:
         store: as in `StorageWriter`.
         step: the training step; ``None``: the newest checkpoint. A ``checkpoint_id`` that ends with
-            digits takes its place. The ``id`` of an entry names one among several of a step.
+            digits overrides it. The ``id`` of an entry selects one of several checkpoints of the
+            same step.
         progress: as in `StorageWriter`.
         options: as in `StorageWriter`.
 
-    Raises (inside of DCP's `CheckpointException`):
+    Raises (inside DCP's `CheckpointException`):
         NotFoundError: there is no such checkpoint, or it is not a distributed one.
-        CorruptDataError: it, or one that it needs, is damaged.
+        CorruptDataError: the checkpoint, or one that it needs, is damaged.
     """
 
     def __init__(
@@ -308,7 +315,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self._step: int | None = None
         self._entry_id: str | None = None
         self._names: dict[MetadataIndex, str] = {}
-        #: Names what is loaded through this reader, until it is reset, in DCP's metadata.
+        #: The id, in DCP's metadata, of loads through this reader until it is reset.
         self.load_id = str(uuid.uuid4())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -316,7 +323,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str:
-        """Store and step, as a call of DCP names them."""
+        """Store and step, in the form that DCP's functions take."""
         return self._place.id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -330,7 +337,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         store = self._place.store
-        # Whoever reads again, without naming a checkpoint, wants what is the newest then.
+        # Reading again without naming a checkpoint means the newest one at that time.
         entry = self._entry(kwargs.get("rank"))
         if self._metadata is None or entry.id != self._entry_id:
             reader = store._open("open").open(entry.id)
@@ -348,10 +355,10 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return self._metadata
 
     def _entry(self, rank: int | None) -> CheckpointEntry:
-        """The checkpoint of all ranks; or that of one, which saved without collectives.
+        """The checkpoint of all ranks or, given a rank, the one that it saved without collectives.
 
-        DCP asks again with a rank when the first call failed. If one rank were answered then with the
-        checkpoint of all, it would go on alone, and all others would wait for it.
+        DCP asks again with a rank when the first call failed. If a rank then got the checkpoint of
+        all ranks, it would go on alone while all others wait for it.
         """
         store, step = self._place.store, self._place.step
         if rank is None:
@@ -420,12 +427,12 @@ def save(
     """`dcp.save` into a store, without a pickle where JSON will do.
 
     Args:
-        state_dict: as there, and so for ``process_group`` and ``no_dist``.
-        store: as in `StorageWriter`, and so for ``step`` and ``options``.
+        state_dict: as in `dcp.save`, and so are ``process_group`` and ``no_dist``.
+        store: as in `StorageWriter`, and so are ``step`` and ``options``.
         planner: ``None``: a `SavePlanner`.
 
     Returns:
-        What the store lists, on the coordinating rank; ``None`` on the others.
+        The store's entry on the coordinating rank; ``None`` on the others.
     """
     writer = StorageWriter(store, step=step, **options)
     dcp.save(
@@ -449,15 +456,15 @@ def async_save(
     no_dist: bool = False,
     **options: Any,
 ) -> Any:
-    """`dcp.async_save` into a store, on a thread, with a stager that is used for all saves.
+    """`dcp.async_save` into a store, on a thread, with one stager for all saves.
 
     Args:
-        state_dict: as in `save`, and so for the rest.
-        stager: which copies.
+        state_dict: as in `save`, and so are the other arguments.
+        stager: copies the state.
 
     Returns:
-        A future of what `dcp.save` returns. A store waits for it when it is closed, and raises what the save
-        failed with if nobody has asked.
+        A future of what `dcp.save` returns. Closing the store waits for it, and raises its error if
+        nobody has asked for that.
     """
     writer = StorageWriter(store, step=step, **options)
     pending = Outside(f"{writer._place}: the save", writer._place.store._outside)
@@ -486,8 +493,8 @@ def load(
     """`dcp.load` from a store, in place, with a planner that runs no code of the checkpoint.
 
     Args:
-        state_dict: as there, and so for ``process_group`` and ``no_dist``.
-        store: as in `StorageReader`, and so for ``step`` and ``options``.
+        state_dict: as in `dcp.load`, and so are ``process_group`` and ``no_dist``.
+        store: as in `StorageReader`, and so are ``step`` and ``options``.
         planner: ``None``: a `LoadPlanner`.
     """
     dcp.load(
@@ -510,9 +517,9 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _name(item: WriteItem) -> str:
-    """The name of a stored tensor: that of the whole one, or with the place of the shard in it."""
+    """The name of a stored tensor: that of the whole tensor, for a shard followed by its offset."""
     data, index = item.tensor_data, item.index
-    # No name of a shard is that of another tensor, and none is empty.
+    # Escaped, so that no shard has the name of another tensor. No name is empty.
     name = str(index.fqn).replace("~", "~0").replace("@", "~1") or "~"
     if data is None or data.chunk.sizes == data.size or index.offset is None:
         return name
@@ -520,7 +527,7 @@ def _name(item: WriteItem) -> str:
 
 
 def _values(item: WriteItem, planner: dcp.SavePlanner) -> dict[str, torch.Tensor]:
-    """The values of an item, contiguous, by what comes behind its name: a wrapper's are those of several tensors."""
+    """The values of an item, contiguous, by name suffix: a wrapper has those of several tensors."""
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
         return {"": _bytes(data.getvalue())}
@@ -541,7 +548,7 @@ def _bytes(raw: bytes) -> torch.Tensor:
 
 
 def _plain(data: torch.Tensor, where: str) -> torch.Tensor:
-    """A tensor with values of its own, as it is stored."""
+    """A tensor that wraps no others, in the form in which it is stored."""
     tensor = data.detach()
     for copies in device_copies([tensor]):
         copies.wait()
@@ -560,7 +567,7 @@ def _save(
     recorder: Recorder,
     progress: ProgressArgument,
 ) -> bytes:
-    """Stores a rank's tensors; gives what the coordinator needs."""
+    """Stores a rank's tensors; returns the rank's part, which the coordinator needs."""
     compute = store._compute()
     devices = {t.device.index for t in tensors if t.device.type == "cuda" and t.numel()}
     engine = compute.engine(devices) if devices else None

@@ -1,4 +1,5 @@
-"""Files as arrays of NumPy, without PyTorch: tensors of a file are arrays, and arrays become tensors.
+"""``.s4w`` files with NumPy arrays, without PyTorch: arrays are saved as tensors, and tensors are
+loaded as arrays.
 
 ::
 
@@ -9,9 +10,9 @@
     with s4weights.numpy.open("step100.s4w") as f:
         rows = f.get_slice("w")[1000:2000]
 
-The files are those of `s4weights.save` and `s4weights.load`. Dtypes that NumPy lacks, such as bfloat16,
-are those of `ml_dtypes`, if it is installed. Arrays of JAX are taken, too, and come back as NumPy's.
-An object that was pickled takes PyTorch to be loaded.
+The files are those of `s4weights.save` and `s4weights.load`. Dtypes that NumPy lacks, such as
+bfloat16, are those of `ml_dtypes`, if it is installed. JAX arrays can be saved, too, and are loaded
+as NumPy arrays. Objects that were pickled can only be loaded with PyTorch.
 """
 
 from __future__ import annotations
@@ -53,19 +54,20 @@ def save(
 ) -> dict[str, Any]:
     """Saves arrays, in dicts, lists and tuples with plain values, as `s4weights.save` saves tensors.
 
-    An array that occurs twice is stored once; other arrays that share memory are stored each.
+    An array that occurs twice is stored once; different arrays that share memory are each stored.
 
     Args:
-        obj: what to save. Scalars of NumPy are arrays of no dimensions.
-        f: as in `s4weights.save`, and so for the rest. The preset is not ``"nvcomp"``.
+        obj: what to save. NumPy scalars are saved as arrays without dimensions.
+        f: as in `s4weights.save`, and so are the other arguments, except that the preset cannot be
+            ``"nvcomp"``.
 
     Returns:
-        What was written: sizes and times.
+        A report of what was written: sizes and times.
 
     Raises:
-        UnsupportedFormatError: something in the object is neither an array of numbers nor plain; it
-            says what and where.
-        S4Error: another of its kinds, as there.
+        UnsupportedFormatError: something in the object is neither an array of numbers nor plain;
+            the message says what and where.
+        S4Error: any other failure, as in `s4weights.save`.
     """
     require_little_endian()
     arrays = _Arrays()
@@ -100,15 +102,16 @@ def load(
     """Loads a ``.s4w`` file, with arrays for its tensors. Arrays share memory where the tensors did.
 
     Args:
-        f: as in `s4weights.load`, and so for the rest.
+        f: as in `s4weights.load`, and so are the other arguments.
 
     Returns:
-        The object. Of PyTorch's own types, sizes are tuples, and dtypes and devices their names.
+        The object. PyTorch's own types become plain ones: sizes become tuples, dtypes and devices
+        their names.
 
     Raises:
-        UnsupportedFormatError: it is no ``.s4w`` file, its object was pickled, or NumPy has no such
-            dtype.
-        S4Error: another of its kinds, as there.
+        UnsupportedFormatError: it is not a ``.s4w`` file, its object was pickled, or NumPy lacks
+            one of its dtypes.
+        S4Error: any other failure, as in `s4weights.load`.
     """
     reader, infos = _open(f, threads, storage_options)
     tree, wanted = reader.tree(), None
@@ -134,7 +137,7 @@ def open(
     threads: int | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> ArrayFile:
-    """Opens a ``.s4w`` file, of which arrays are then read one by one, or in part: as `s4weights.open`.
+    """Opens a ``.s4w`` file to read arrays one by one, whole or in part, as `s4weights.open` does.
 
     Raises what `load` raises.
     """
@@ -143,7 +146,7 @@ def open(
 
 
 class _Layout(NamedTuple):
-    """What a file says of an array, without its values."""
+    """A saved array without its values: where it is in the storage with index ``number``."""
 
     number: int
     dtype: Any
@@ -152,7 +155,7 @@ class _Layout(NamedTuple):
     stride: tuple[int, ...]
 
     def on(self, storage: _Array) -> _Array:
-        """The array in the bytes of its storage."""
+        """The array as a view of its storage's bytes."""
         item = self.dtype.itemsize
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
@@ -164,8 +167,8 @@ class _Layout(NamedTuple):
 class ArrayFile(File):
     """A ``.s4w`` file whose tensors can be read one by one, and in part, as arrays.
 
-    Any thread may call any method, several at once. As a mapping it gives whole arrays by their key
-    paths.
+    Any thread may call any method, several at once. As a mapping it returns whole arrays by their
+    key paths.
     """
 
     def __init__(self, name: str, reader: _core.Reader, infos: list[_core.TensorInfo]) -> None:
@@ -182,25 +185,25 @@ class ArrayFile(File):
 
 
 class ArraySlice(Slice):
-    """An array that is read when it is indexed, and no more of it than that takes.
-
-    Chunks are decoded whole: each has 64 Ki or 128 Ki values.
+    """An array that is read when it is indexed. Only the chunks that the index needs are decoded,
+    each as a whole: 64 Ki to 256 Ki values.
     """
 
     def __init__(self, file: ArrayFile, key: str, saved: _Layout) -> None:
         self._file, self._key, self._layout = file, key, saved
 
     def get_shape(self) -> list[int]:
-        """Sizes of the dimensions."""
+        """The size of each dimension."""
         return list(self._layout.shape)
 
     def get_dtype(self) -> Any:
-        """Type of the elements."""
+        """The type of the elements."""
         return self._layout.dtype
 
     def __getitem__(self, index: Any) -> _Array:
-        """Integers, lists of them, slices (with positive steps), ``None`` and ``...``, as an array takes
-        them; nothing else. A list reads all from its smallest to its largest number.
+        """Reads a part. The index may consist of integers, lists of integers, slices (with positive
+        steps), ``None`` and ``...``, with the same meaning as for an array. For a list, everything
+        from its smallest to its largest index is read.
         """
         layout = self._layout
         item = layout.dtype.itemsize
@@ -214,12 +217,12 @@ class ArraySlice(Slice):
                 memory = (part.ctypes.data, part.nbytes)
                 reader.read_view(layout.number, array, ranges, memory)
         else:
-            # Strides of its own: all of its storage is read.
+            # Not contiguous: its whole storage is read.
             storage = np.empty(reader.tensors()[layout.number][3], np.uint8)
             if storage.nbytes:
                 reader.read_into([(layout.number, storage.ctypes.data, storage.nbytes)], None, True)
             part = layout.on(storage)[tuple(slice(*r) for r in ranges)]
-        # With the dots it is an array even if no dimension is left.
+        # With the ellipsis the result is an array even if no dimension is left.
         every = (*rest, ...)
         values: _Array = part[every].copy(order="C")
         return values
@@ -238,20 +241,20 @@ def _open(
 
 
 class _Arrays:
-    """The arrays of an object, numbered as they are met."""
+    """The arrays of an object, in the order in which they are found."""
 
     def __init__(self) -> None:
-        #: Whose memory is to be read.
+        #: Objects that own the memory to be read, to keep them alive.
         self._kept: list[Any] = []
         self.sources: list[_core.TensorSource] = []
 
     def add(self, obj: Any, path: str) -> int:
-        """The number of an array that has not been met."""
-        # Subclasses may be more than their values, as masked arrays are.
+        """Adds a new array and returns its index."""
+        # Subclasses may have more than values, as masked arrays do.
         is_numpy = type(obj) in (np.ndarray, np.memmap) or isinstance(obj, np.generic)
         if not is_numpy and not (is_array(obj) and hasattr(obj, "__array__")):
             raise UnsupportedFormatError(
-                f"`{path}` is of type {type(obj).__name__}: arrays and plain values are kept"
+                f"`{path}` is of type {type(obj).__name__}: only arrays and plain values are saved"
             )
         array = np.asarray(obj)
         name = array.dtype.name
@@ -267,9 +270,9 @@ class _Arrays:
 
 
 class _Storages:
-    """The bytes that arrays are in, which are read once all arrays are made."""
+    """The bytes behind the arrays. They are read once all arrays have been created."""
 
-    #: No function of the caller's is called.
+    #: No function of the caller's is called here.
     error_of_caller = None
 
     def __init__(self, infos: list[_core.TensorInfo]) -> None:
@@ -303,7 +306,7 @@ class _LayoutDecoder(TreeDecoder):
     """Builds the object that a tree describes, with layouts for its arrays."""
 
     def __init__(self, storages: _Storages) -> None:
-        # Nothing of the base class's, which is about tensors.
+        # The base class is not initialised: it needs PyTorch.
         self._arrays = storages
         self._storages: Any = storages
         self._tensors: list[Any] = []
@@ -336,7 +339,7 @@ class _LayoutDecoder(TreeDecoder):
 
 
 class _Decoder(_LayoutDecoder):
-    """Builds the object that a tree describes, with arrays whose values are still to be read."""
+    """Builds the object that a tree describes, with arrays whose values are read later."""
 
     def _made(self, layout: _Layout) -> Any:
         return layout.on(self._arrays.get(layout.number))
@@ -356,10 +359,10 @@ def _layouts(obj: Any, path: str) -> Iterator[tuple[str, _Layout]]:
 
 @functools.cache
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    # Of them NumPy knows others by the same names.
+    # NumPy has other dtypes with the names of the ones excluded here.
     kept = name in _core.dtypes() and not name.startswith(("q", "bits"))
     with contextlib.suppress(ImportError):
-        import ml_dtypes  # noqa: F401  NumPy knows its dtypes then.
+        import ml_dtypes  # noqa: F401  After this NumPy knows its dtypes.
     try:
         if kept:
             return np.dtype(name)

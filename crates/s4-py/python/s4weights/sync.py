@@ -1,5 +1,5 @@
-"""Weights of a trainer that is running, in processes that sample from them: only what has changed goes
-over the wire, and it is applied where the weights are.
+"""Sends the weights of a running trainer to processes that sample from them: only what has changed
+goes over the wire, and it is applied in place.
 
 The trainer publishes into a store, in a folder or a bucket, and may serve it over a socket::
 
@@ -10,15 +10,16 @@ The trainer publishes into a store, in a folder or a bucket, and may serve it ov
             ...
             publisher.publish_delta(model, step)
 
-A sampler takes what is new, when it has nothing else to do with its weights::
+A sampler fetches what is new whenever its weights are not in use::
 
     subscriber = Subscriber("tcp://trainer:8476", model)     # or "s3://bucket/weights"
     while True:
         subscriber.apply_delta(wait=1.0)
         ...
 
-Each checkpoint but a base is a delta of the one before. Who missed some applies those that follow what
-it holds; who holds nothing of the chain, or something else than was thought, starts from its base.
+Each checkpoint except a base is a delta of the previous one. A subscriber that missed some applies
+all that follow the one it holds. If it holds no checkpoint of the chain, or turns out to hold other
+values, it starts from the chain's base.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ __all__ = ["Publisher", "Subscriber", "Update"]
 
 logger = logging.getLogger("s4weights")
 
-#: Checkpoints that share a base, it included.
+#: Checkpoints that share a base, the base included.
 CHAIN = 32
 #: The longest chain that the format has.
 _MOST_CHAIN = 64
-#: Bytes of a checkpoint besides its values' own.
+#: Bytes allowed for a checkpoint in addition to its values.
 _OVERHEAD = 64 << 20
-#: Seconds between two looks at a store.
+#: Seconds between two queries of a store.
 _POLL = 0.5
 
 
@@ -64,17 +65,19 @@ class Publisher:
     Any thread may call it; one step is published at a time.
 
     Args:
-        store: a folder, a URL or a `CheckpointStore`. With ``"memory:"`` there is only the socket.
-        listen: serve what is published at ``tcp://host:port`` (port 0: any that is free) or
-            ``unix:///path``, to anyone who reaches it: it has neither encryption nor passwords.
-        chain: checkpoints that share a base, 2 to 64. The base is as large as a full copy; a
-            subscriber that starts anew decodes it and what follows it.
-        options: arguments of `CheckpointStore`, if ``store`` is none. Unless told, the newest
-            chain and the one before stay listed, and values for the next delta are kept in host
-            memory.
+        store: a folder, a URL or a `CheckpointStore`. With ``"memory:"`` weights can only be had
+            through the socket.
+        listen: where to serve what is published: ``tcp://host:port`` (port 0: any free one) or
+            ``unix:///path``. Anyone who can connect is served: there is neither encryption nor
+            authentication.
+        chain: checkpoints that share a base, 2 to 64. The base is as large as a full copy; a new
+            subscriber decodes it and the deltas that follow it.
+        options: arguments of `CheckpointStore`, if ``store`` is not one. By default the newest
+            chain and the one before stay listed, and the values that the next delta needs are kept
+            in host memory.
 
     Raises:
-        StorageError: nothing can listen there.
+        StorageError: it cannot listen at that address.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class Publisher:
         self._is_private = False
         if isinstance(store, CheckpointStore):
             if options:
-                raise TypeError(f"{', '.join(options)}: options of a store that is there already")
+                raise TypeError(f"{', '.join(options)}: not allowed with an existing store")
             hops, shared = store._arguments["max_hops"], store._arguments["max_chain"]
             if hops is None or shared is None or hops < shared - 1:
                 raise ValueError("store: max_hops=max_chain - 1 expected: a line of deltas")
@@ -99,7 +102,7 @@ class Publisher:
         else:
             given = {"max_chain", "max_hops"} & options.keys()
             if given:
-                raise TypeError(f"{', '.join(given)}: it is `chain` that says so")
+                raise TypeError(f"{', '.join(given)}: set by `chain`")
             self._store = None
             self._arguments = {
                 "retention": Retention(keep_last=chain + 1),
@@ -110,7 +113,7 @@ class Publisher:
             self._url = os.fspath(store)
             self._is_private = self._url == "memory:"
             if self._is_private:
-                # Those of one process that have the same name are one store.
+                # Within a process, the same name means the same store.
                 self._url = f"memory:///{uuid.uuid4()}"
             if "parent_memory" in options:
                 self._open(0)
@@ -121,7 +124,7 @@ class Publisher:
 
     @property
     def address(self) -> str | None:
-        """Where it listens, with the port that was chosen; ``None`` if it does not."""
+        """The address that it listens at, with the actual port; ``None`` if it does not listen."""
         return None if self._server is None else self._server.address
 
     @overload
@@ -166,15 +169,15 @@ class Publisher:
         Args:
             weights: a module, or containers of tensors. Other values are left out.
             step: the training step, 0 or more.
-            base: no delta.
-            metrics: as in `CheckpointStore.save_checkpoint`, and so for ``tags``, ``blocking`` and
+            base: publish a base, not a delta.
+            metrics: as in `CheckpointStore.save_checkpoint`, and so are ``tags``, ``blocking`` and
                 ``stage``.
 
         Returns:
-            The entry, whose ``bytes`` go over the wire; or a `PendingSave`.
+            The entry, whose ``bytes`` go over the wire; with ``blocking=False`` a `PendingSave`.
 
         Raises:
-            S4Error: as `CheckpointStore.save_checkpoint`.
+            S4Error: as in `CheckpointStore.save_checkpoint`.
             ValueError: there are no tensors.
         """
         tensors = tensors_of(weights)
@@ -196,7 +199,9 @@ class Publisher:
             return pending
 
     def close(self) -> None:
-        """Waits for what is being published, and ends the socket and, if it is its own, the store."""
+        """Closes the store, if the publisher opened it, and then the socket. Closing the store
+        waits for what is being published.
+        """
         try:
             if self._store is not None and self._own:
                 self._store.close()
@@ -211,7 +216,7 @@ class Publisher:
         self.close()
 
     def _open(self, nbytes: int) -> CheckpointStore:
-        """The store. The next delta is one of these values: they stay in memory."""
+        """The store. It keeps ``nbytes`` of values in memory, which the next delta needs."""
         if self._store is None:
             arguments = {"parent_memory": nbytes + _OVERHEAD, **self._arguments}
             self._store = CheckpointStore(self._url, **arguments)
@@ -229,9 +234,10 @@ class Publisher:
             if self._server is not None:
                 self._server.refresh()
             if self._is_private and entry.kind == "base":
-                # Nobody else can reach it, and a subscriber that was just served asks again.
+                # Nobody else can reach the store, and a subscriber that misses what it was about
+                # to read asks again.
                 store._open("open").sweep(0.0, True, False)
-        except S4Error as error:  # It is published; the next step tells of it as well.
+        except S4Error as error:  # It is published; subscribers see it with the next step.
             logger.warning(
                 "%s: subscribers were not told of step %d: %s", store.url, entry.step, error
             )
@@ -242,13 +248,13 @@ class Update:
     """What `Subscriber.apply_delta` did.
 
     Attributes:
-        step: the step whose weights these are now.
-        id: of its checkpoint.
-        deltas: how many were applied; 0 if all was read from a base.
-        bytes: what was stored of all that was read.
-        raw_bytes: what the weights take.
-        why_base: why it began with a base; ``None`` if it did not.
-        seconds: that it took.
+        step: the step whose weights the subscriber now has.
+        id: the id of that step's checkpoint.
+        deltas: how many deltas were applied; 0 if the weights were read from a base.
+        bytes: the stored size of everything that was read.
+        raw_bytes: the size of the weights in memory.
+        why_base: why the update started from a base; ``None`` if it did not.
+        seconds: how long the update took.
     """
 
     step: int
@@ -261,7 +267,7 @@ class Update:
 
 
 class _Held(NamedTuple):
-    """The checkpoint whose values the weights are."""
+    """The checkpoint whose values the weights hold."""
 
     entry: CheckpointEntry
     digest: str
@@ -304,18 +310,19 @@ class _Stored:
 
 
 class Subscriber:
-    """Keeps weights at what was published last.
+    """Keeps weights up to date with what was published last.
 
-    One thread at a time changes the weights; that nobody uses them meanwhile is up to the caller.
+    Only one thread at a time changes the weights. The caller must ensure that nobody uses them
+    meanwhile.
 
     Args:
-        source: the folder or URL of a store, or where a `Publisher` listens.
-        weights: a module, or containers of tensors, that has what is published. They are filled
-            where they are; host memory is taken only for tensors that are not contiguous, and for
-            those on devices that s4weights does not decode on.
-        timeout: seconds for which a source that does not answer is asked again.
+        source: the folder or URL of a store, or the address that a `Publisher` listens at.
+        weights: a module, or containers of tensors, with the same tensors as are published. They
+            are updated in place; host memory is needed only for tensors that are not contiguous,
+            and for those on devices that s4weights does not decode on.
+        timeout: seconds for which a source that does not answer is retried.
         threads: as in `load`.
-        device: as in `load`, and so for ``gpu_scratch`` and ``storage_options``.
+        device: as in `load`, and so are ``gpu_scratch`` and ``storage_options``.
     """
 
     def __init__(
@@ -334,7 +341,7 @@ class Subscriber:
         self._source: _Source
         if is_address(text):
             if storage_options:
-                raise ValueError("storage_options: only of a store")
+                raise ValueError("storage_options: only for a store")
             self._source = Client(text, timeout, threads)
         else:
             options: dict[str, Any] = {"storage_options": storage_options, "read_only": True}
@@ -347,14 +354,14 @@ class Subscriber:
 
     @property
     def step(self) -> int | None:
-        """The step whose weights these are; ``None`` before the first update, and after one that
-        failed halfway.
+        """The step whose values the weights hold; ``None`` before the first update, and after one
+        that failed halfway.
         """
         held = self._held
         return None if held is None else held.entry.step
 
     def close(self) -> None:
-        """Ends what it has open. The weights stay."""
+        """Closes the source. The weights stay as they are."""
         self._source.close()
 
     def __enter__(self) -> Subscriber:
@@ -364,18 +371,18 @@ class Subscriber:
         self.close()
 
     def apply_delta(self, step: int | None = None, *, wait: float = 0.0) -> Update | None:
-        """Brings the weights to what was published last, or to a step.
+        """Brings the weights to what was published last, or to a given step.
 
         Args:
-            step: the training step, an earlier one too; ``None``: the newest.
-            wait: seconds for which to wait for something new.
+            step: the training step, which may be an earlier one; ``None``: the newest.
+            wait: seconds to wait for something new.
 
         Returns:
             What was done; ``None`` if there was nothing to do.
 
         Raises:
             NotFoundError: that step is not listed.
-            MismatchError: the weights are not those that were published; none was touched.
+            MismatchError: the tensors do not match those that are published; none was touched.
             CorruptDataError: what is published is damaged.
             StorageError: the source does not answer.
             After the last two the weights are unspecified, and the next call reads all of them.
@@ -386,7 +393,7 @@ class Subscriber:
             try:
                 return self._bring(entries, step)
             except NotFoundError:
-                # What was listed a moment ago may have been taken off the list and deleted.
+                # A checkpoint that was just listed may have been retired and deleted since.
                 again = self._source.entries(None, 0.0)
                 if [entry.id for entry in again] == [entry.id for entry in entries]:
                     raise
@@ -412,7 +419,7 @@ class Subscriber:
         start, held = time.perf_counter(), self._held
         ids = [entry.id for entry in chain]
         if held is None:
-            why: str | None = "nothing was held"
+            why: str | None = "there were no weights yet"
         elif held.entry.id not in ids:
             why = f"step {held.entry.step} is not in the chain of step {target.step}"
         else:
@@ -443,13 +450,13 @@ class Subscriber:
     def _apply(
         self, held: _Held, todo: list[CheckpointEntry], chain: list[CheckpointEntry]
     ) -> str | None:
-        """Applies deltas, one after the other. Returns why that is not possible."""
+        """Applies deltas, one after the other. If that is not possible, returns the reason."""
         for entry in todo:
             reader = self._source.alone(entry, self._most())
             own, parent = reader.digests()
             if not self._weights.fits(reader):
                 return f"step {entry.step} has other tensors"
-            # A base that took the place of a delta has its values and a hash of its own.
+            # A base that replaced a delta has the same values, but a hash of its own.
             if parent != held.digest and held.entry.parent is not None:
                 return f"step {entry.step} is a delta of something else"
             self._held = None
@@ -457,7 +464,7 @@ class Subscriber:
             try:
                 self._weights.apply(reader, lambda: self._source.whole(upto, self._most()))  # noqa: B023
             except CorruptDataError as error:
-                logger.warning("%s: all is read anew: %s", self._source.name, error)
+                logger.warning("%s: reading everything again: %s", self._source.name, error)
                 return f"the weights were not those of step {held.entry.step}, or it is damaged"
             self._held = held = _Held(entry, own)
         return None
@@ -465,7 +472,7 @@ class Subscriber:
     def _chain(
         self, entries: list[CheckpointEntry], target: CheckpointEntry
     ) -> list[CheckpointEntry]:
-        """A checkpoint and what it is a delta of, the base first."""
+        """The chain of a checkpoint, the base first."""
         known = {entry.id: entry for entry in entries}
         chain = [target]
         while chain[-1].parent is not None:
@@ -477,5 +484,5 @@ class Subscriber:
         return chain[::-1]
 
     def _most(self) -> int:
-        """Bytes that a checkpoint of these weights can have."""
+        """The most bytes that a checkpoint of these weights can have."""
         return 2 * self._weights.nbytes + _OVERHEAD

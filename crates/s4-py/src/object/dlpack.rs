@@ -1,7 +1,7 @@
-//! What a tensor is, by the C functions that PyTorch has for DLPack: one call, which makes no Python objects.
+//! Describes a tensor through PyTorch's C functions for DLPack: one call, which creates no Python objects.
 //!
-//! They are `DLPackExchangeAPI` of DLPack 1 (<https://dmlc.github.io/dlpack/latest/c_api.html>). PyTorch 2.11 has them;
-//! one that does not is asked in another way.
+//! They are `DLPackExchangeAPI` of DLPack 1 (<https://dmlc.github.io/dlpack/latest/c_api.html>). PyTorch 2.11 has
+//! them; without them, tensors are described through their Python attributes.
 
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
@@ -11,7 +11,7 @@ use pyo3::types::{PyCapsule, PyType};
 
 use super::torch::Shape;
 
-/// `DLTensor`: a view of a tensor, which lends it `shape` and `strides`.
+/// `DLTensor`: a view of a tensor; `shape` and `strides` are borrowed from it.
 #[repr(C)]
 struct DlTensor {
     data: *mut c_void,
@@ -39,7 +39,7 @@ pub(super) struct DlDType {
     lanes: u16,
 }
 
-/// The start of `DLPackExchangeAPI`, as far as it is used.
+/// The first fields of `DLPackExchangeAPI`, up to the one that is used.
 #[repr(C)]
 struct Functions {
     major: u32,
@@ -57,24 +57,24 @@ const MAJOR: u32 = 1;
 const CPU: i32 = 1;
 const CUDA: i32 = 2;
 
-/// The functions of a class of tensors.
+/// The function that describes tensors of a class.
 #[derive(Clone, Copy)]
 pub(super) struct Exchange(unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int);
 
-/// What they say of a tensor.
+/// What that function says about a tensor.
 pub(super) struct Described {
-    /// The number of its CUDA device; `None`: the host.
+    /// The ordinal of its CUDA device; `None`: the host.
     pub(super) cuda: Option<u32>,
     pub(super) dtype: DlDType,
-    /// Of its first element.
+    /// The address of its first element.
     pub(super) address: usize,
     pub(super) shape: Shape,
-    /// Whether the elements lie one behind the other, as PyTorch has it: dimensions of one element may have any stride.
+    /// Whether it is contiguous in PyTorch's sense: dimensions of size 1 may have any stride.
     pub(super) contiguous: bool,
 }
 
 impl Exchange {
-    /// Those of PyTorch's class, if it has them.
+    /// The function of PyTorch's class, if it has one.
     pub(super) fn of(class: &Bound<'_, PyType>) -> Option<Self> {
         let capsule = class.getattr("__dlpack_c_exchange_api__").ok()?;
         let capsule = capsule.cast::<PyCapsule>().ok()?;
@@ -84,13 +84,13 @@ impl Exchange {
         (functions.major == MAJOR).then_some(functions.tensor_from_object)?.map(Self)
     }
 
-    /// What is said of a tensor of the class; `None`: there is something about it that DLPack has no words for.
+    /// Describes a tensor of the class; `None` if something about it cannot be expressed in DLPack.
     pub(super) fn describe(self, tensor: &Bound<'_, PyAny>) -> Option<Described> {
         let mut out = MaybeUninit::<DlTensor>::uninit();
-        // SAFETY: the object is a tensor of the class, Python's lock is held, and what is written is a `DLTensor`.
+        // SAFETY: the object is a tensor of the class, the GIL is held, and what is written is a `DLTensor`.
         let status = unsafe { (self.0)(tensor.as_ptr().cast(), out.as_mut_ptr()) };
         if status != 0 {
-            // It says why as an exception.
+            // Clears the exception that says why.
             drop(PyErr::take(tensor.py()));
             return None;
         }
@@ -107,7 +107,7 @@ impl Exchange {
         }
         let numbers = |from: *const i64| match dimensions {
             0 => &[][..],
-            // SAFETY: the tensor has as many sizes and strides. Nobody changes it while Python's lock is held.
+            // SAFETY: the tensor has that many sizes and strides. Nobody changes it while the GIL is held.
             _ => unsafe { std::slice::from_raw_parts(from, dimensions) },
         };
         let (sizes, strides) = (numbers(out.shape), numbers(out.strides));
@@ -115,7 +115,7 @@ impl Exchange {
         let (mut contiguous, mut step) = (true, 1_i64);
         for (&size, &stride) in sizes.iter().zip(strides).rev().filter(|(size, _)| **size != 1) {
             contiguous &= stride == step;
-            // Of nothing, sizes may be anything.
+            // The sizes of an empty tensor may be anything.
             step = size.saturating_mul(step);
         }
         let address = out.data.addr().checked_add(usize::try_from(out.byte_offset).ok()?)?;

@@ -1,4 +1,4 @@
-//! Copies of an object's containers, to be described while the object itself may change.
+//! Copies an object's containers, so that it can be described later while the object itself changes.
 
 use pyo3::prelude::*;
 use pyo3::types::{
@@ -10,8 +10,8 @@ use rustc_hash::FxHashMap;
 use super::torch::Torch;
 use super::tree::{MAX_DEPTH, MAX_NODES, address, pairs_of};
 
-/// A copy of an object in which nothing but tensors can change, and the numbers of the CUDA devices that they are on;
-/// `None`: it holds what cannot be copied like that.
+/// A copy of an object in which only tensors can still change, and the ordinals of the CUDA devices that they are
+/// on; `None` if it holds anything that cannot be copied that way.
 #[pyfunction]
 pub(crate) fn freeze<'py>(
     obj: &Bound<'py, PyAny>,
@@ -30,9 +30,9 @@ pub(crate) fn freeze<'py>(
 struct Freeze<'py> {
     torch: Torch<'py>,
     ordered: Bound<'py, PyType>,
-    /// That were met so far: a tuple counts each time, since it is walked each time.
+    /// Objects visited so far. A tuple counts each time it occurs, since it is walked each time.
     nodes: usize,
-    /// Of containers that can change, by address: one that is met twice stays one.
+    /// Copies of mutable containers, by the original's address: one that occurs twice is copied once.
     copies: FxHashMap<usize, Bound<'py, PyAny>>,
     devices: Vec<u32>,
 }
@@ -93,7 +93,7 @@ impl<'py> Freeze<'py> {
         Ok(fixed.then(|| obj.clone()))
     }
 
-    /// Copies a dict's pairs, whose keys are plain, to another one.
+    /// Copies a dict's pairs to another dict and returns that; `None` if a key or a value cannot be copied.
     fn pairs(
         &mut self,
         from: &Bound<'py, PyDict>,
@@ -110,7 +110,7 @@ impl<'py> Freeze<'py> {
         Ok(Some(to.clone()))
     }
 
-    /// Notes a tensor's device; `false`: it is neither a CUDA device nor the host.
+    /// Records a tensor's CUDA device; `false` if it is neither on one nor on the host.
     fn has_known_device(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
         let py = tensor.py();
         let number: i64 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;

@@ -1,7 +1,8 @@
-//! What a saved object is made of: its plain values as a tree, and the storages of its tensors.
+//! Takes apart an object to be saved: its plain values become a tree, and the storages of its tensors are
+//! collected.
 //!
-//! A save in the background keeps its caller waiting until both are known, so that this is done here
-//! and not in Python: one walk over the containers, and no more questions to PyTorch than a tensor takes.
+//! The caller of a background save waits for both, which is why this is native and not Python: one walk over the
+//! containers, and as few calls into PyTorch as a tensor needs.
 
 mod dlpack;
 mod frozen;

@@ -27,7 +27,7 @@ impl Path<'_> {
         text
     }
 
-    /// Writes it behind an empty text.
+    /// Writes the path to an empty string.
     pub(super) fn write(&self, text: &mut String) {
         let (Self::Key(above, _) | Self::Index(above, _)) = *self else { return };
         above.write(text);
@@ -51,12 +51,12 @@ impl Path<'_> {
 /// Makes names fit for the file: without NUL, of bounded length, each used once.
 #[derive(Default)]
 pub(super) struct UniqueNames {
-    /// Each name that is used, with how often it was asked for.
+    /// Each name in use, with how often it was requested.
     used: FxHashMap<Arc<str>, u64>,
 }
 
 impl UniqueNames {
-    /// A name for what is at a path.
+    /// A unique name for the object at a path.
     pub(super) fn take(&mut self, path: &str) -> Arc<str> {
         let base = fit(path);
         let mut name = Arc::from(&*base);

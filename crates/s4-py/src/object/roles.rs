@@ -1,4 +1,4 @@
-//! What tensors are to an optimizer, told from the shape of a state dict.
+//! Finds out what each tensor is to the optimizer, from the structure of a state dict.
 //!
 //! A training checkpoint is usually `{"model": ..., "optimizer": optimizer.state_dict(), ...}`. Its tensors are
 //! stored in two groups, so that weights can be read without the optimizer's state, and the file says which moment
@@ -18,14 +18,14 @@ use super::tree::{address, pairs_of};
 use crate::writer::to_value_error;
 use s4weights::format::limits::MAX_SCALARS;
 
-/// The group of an optimizer's state; weights, and all else, are in the first.
+/// The group of an optimizer's state; weights and everything else are in the first group.
 const OPTIMIZER: u8 = 1;
 
-/// How deep optimizers are looked for: `{"trainer": {"optimizers": [...]}}`.
+/// How deep to look for optimizers: `{"trainer": {"optimizers": [...]}}`.
 const DEPTH: usize = 4;
 
-/// Where frameworks keep the weights in fp32 that a model in 16 bits is rounded from: lists of tensors, in the order
-/// of the parameters, as they are or flattened.
+/// Keys under which frameworks keep the fp32 master weights of a 16-bit model: lists of tensors, in the order of the
+/// parameters, in their shapes or flattened.
 const MASTERS: [&str; 9] = [
     // apex.fp16_utils, and apex.amp's master parameters
     "fp32_from_fp16",
@@ -41,7 +41,7 @@ const MASTERS: [&str; 9] = [
     "single_partition_of_fp32_groups",
 ];
 
-/// What optimizers of PyTorch and others call their state.
+/// The role of an optimizer's state, from the name that PyTorch's and other optimizers give it.
 fn kind_of(name: &str) -> Option<&'static str> {
     Some(match name {
         "exp_avg" | "momentum_buffer" => "exp_avg",
@@ -52,7 +52,7 @@ fn kind_of(name: &str) -> Option<&'static str> {
     })
 }
 
-/// Puts storages into groups; returns the role table as JSON, if there is one.
+/// Puts weights and the optimizers' state into different groups. Returns the role table as JSON, if there is one.
 pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<Option<String>> {
     let kind = obj.py().import("torch")?.getattr("Tensor")?.cast_into()?;
     let mut parts = Parts { tensor: &kind, optimizers: vec![], masters: vec![] };
@@ -103,16 +103,16 @@ pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<
 /// Parts of an object that belong to optimizers.
 struct Parts<'a, 'py> {
     tensor: &'a Bound<'py, PyType>,
-    /// State dicts of optimizers: not within each other.
+    /// State dicts of optimizers, none nested in another.
     optimizers: Vec<Bound<'py, PyDict>>,
-    /// Containers of the weights in fp32 that a model is rounded from, also within optimizers.
+    /// Containers of fp32 master weights, which may be inside optimizers.
     masters: Vec<Bound<'py, PyAny>>,
 }
 
 impl<'py> Parts<'_, 'py> {
-    /// Looks into containers, `depth` levels deep. `outside`: the object is in no optimizer's state.
+    /// Looks into containers, `depth` levels deep. `outside`: the object is not inside an optimizer's state.
     fn find(&mut self, obj: &Bound<'py, PyAny>, depth: usize, outside: bool) -> PyResult<()> {
-        // Nearly all there is.
+        // By far the most common case.
         if obj.get_type().is(self.tensor) {
             return Ok(());
         }
@@ -144,7 +144,7 @@ fn is_state_dict(dict: &Bound<'_, PyDict>) -> PyResult<bool> {
     Ok(state && groups.is_some_and(|groups| groups.is_instance_of::<PyList>()))
 }
 
-/// Tensors in containers, in order; not of those `without`, by address.
+/// Tensors in nested containers, in order. Containers whose address is in `without` are skipped.
 fn tensors_in<'py>(
     root: &Bound<'py, PyAny>,
     without: FxHashSet<usize>,
@@ -152,7 +152,7 @@ fn tensors_in<'py>(
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let (mut seen, mut todo, mut found) = (without, vec![root.clone()], vec![]);
     while let Some(obj) = todo.pop() {
-        // Asking for the type itself is faster, and right for nearly all.
+        // Comparing exact types is faster, and enough for nearly all tensors.
         if obj.get_type().is(tensor) {
             found.push(obj);
         } else if is_container(&obj) {
@@ -172,7 +172,7 @@ fn is_container(obj: &Bound<'_, PyAny>) -> bool {
         || obj.is_instance_of::<PyTuple>()
 }
 
-/// What is in a container.
+/// The items of a container; none if it is not one.
 fn items_of<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
     if let Ok(dict) = obj.cast_exact::<PyDict>() {
         Ok(dict.iter().map(|(_, value)| value).collect())
@@ -185,7 +185,7 @@ fn items_of<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
     }
 }
 
-/// The shape of a tensor. One that is no list of numbers is like no other.
+/// The shape of a tensor; `None`, which matches no other, if it is not a list of numbers.
 fn shape_of(tensor: &Bound<'_, PyAny>, storages: &Storages) -> Option<Shape> {
     if let Some((_, shape)) = storages.tensors.get(&address(tensor)) {
         return Some(shape.clone());
@@ -196,10 +196,10 @@ fn shape_of(tensor: &Bound<'_, PyAny>, storages: &Storages) -> Option<Shape> {
 /// The tensors outside of optimizers, each storage once, in order.
 #[derive(Default)]
 struct Weights {
-    /// The numbers of their storages.
+    /// The indices of their storages.
     numbers: Vec<usize>,
     known: FxHashSet<usize>,
-    /// Where in `numbers` there are tensors of a shape, and of as many values.
+    /// Positions in `numbers`, by the tensor's shape, and by how many values it has.
     alike: FxHashMap<Shape, Vec<usize>>,
     as_large: FxHashMap<u128, Vec<usize>>,
 }
@@ -217,8 +217,8 @@ impl Weights {
         }
     }
 
-    /// The next weight of a shape, from one on; without one, the next of as many values: an optimizer's tensors may
-    /// be flattened.
+    /// The position of the next weight, from `first` on, with this shape; if there is none, of the next with as many
+    /// values: an optimizer's tensors may be flattened.
     fn find(&self, first: usize, shape: &[u64]) -> Option<usize> {
         let next = |list: Option<&Vec<usize>>| {
             let list = list?;
@@ -232,11 +232,11 @@ fn values_of(shape: &[u64]) -> u128 {
     shape.iter().fold(1, |n: u128, &size| n.saturating_mul(size.into()))
 }
 
-/// The parameters that were met.
+/// The parameters found so far.
 #[derive(Default)]
 struct Parameters {
     count: usize,
-    /// The parameter and group of each weight that has one, by the number of its storage.
+    /// The parameter and group of each weight that has one, by the index of its storage.
     of: FxHashMap<usize, (usize, usize)>,
 }
 
@@ -260,8 +260,8 @@ impl Table {
         self.rows.push(Row { tensor, kind, parameter, group });
     }
 
-    /// Adds an optimizer's state. Its parameters are in the model's order, as in `torch.optim`; `next`: the weight
-    /// that comes next.
+    /// Adds an optimizer's state. Its parameters are in the model's order, as in `torch.optim`. `next`: the position
+    /// from which to look for the next weight.
     fn add(
         &mut self,
         optimizer: &Bound<'_, PyDict>,
@@ -329,7 +329,7 @@ impl Table {
         Ok(())
     }
 
-    /// Adds weights in fp32 that a model's are rounded from, which are in the order of the parameters.
+    /// Adds a tensor of fp32 master weights. They come in the order of the parameters.
     fn add_master(
         &mut self,
         tensor: &Bound<'_, PyAny>,
@@ -362,7 +362,7 @@ impl Table {
     }
 }
 
-/// Numbers of a list that are stored, at most (betas have two or three), and bytes of a name: what is more is no
+/// The most numbers of a list (betas have two or three), and the most bytes of a name: anything larger is not a
 /// hyperparameter.
 const MAX_PARTS: usize = 8;
 const MAX_NAME: usize = 128;

@@ -18,14 +18,14 @@ pub(crate) struct Source {
     pub(super) shape: Shape,
     pub(super) address: usize,
     pub(super) nbytes: usize,
-    /// `None`: somewhere that they must be copied from first.
+    /// `None`: on another device, from which the values must be copied to the host first.
     pub(super) place: Option<Where>,
-    /// Whether they are a copy on a device, which nobody changes.
+    /// Whether the values are a copy on a device, which nobody changes.
     pub(super) fixed: bool,
     pub(super) group: u8,
 }
 
-/// Values to be written, wherever they are. The holder keeps their memory alive.
+/// Values to be written, wherever they are. The caller keeps their memory alive.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Sources(Mutex<Arc<Vec<Source>>>);
 
@@ -35,7 +35,7 @@ impl Sources {
         self.list().len()
     }
 
-    /// Name, dtype, shape, address, bytes and place of one.
+    /// Name, dtype, shape, address, bytes and place of the values with this index.
     fn __getitem__(
         &self,
         number: usize,
@@ -47,13 +47,13 @@ impl Sources {
         Ok((name, dtype, shape, s.address, s.nbytes, s.place.unwrap_or(HOST)))
     }
 
-    /// Bytes of those from `first` to before `end`.
+    /// Bytes of the values with indices from `first` up to, not including, `end`.
     #[pyo3(signature = (first=0, end=usize::MAX))]
     fn nbytes(&self, first: usize, end: usize) -> usize {
         self.list().iter().take(end).skip(first).map(|s| s.nbytes).sum()
     }
 
-    /// Address, bytes and place of what is on CUDA devices.
+    /// Address, bytes and place of values on CUDA devices.
     pub(crate) fn on_devices(&self) -> Vec<DeviceRange> {
         let list = self.list();
         list.iter().filter_map(|s| Some((s.address, s.nbytes, s.device()?))).collect()
@@ -64,7 +64,8 @@ impl Sources {
         self.list().iter().filter(|s| s.device().is_some()).map(|s| s.nbytes).sum()
     }
 
-    /// Numbers and bytes of values in host memory; with `elsewhere`, of those that must be copied there first.
+    /// Indices and sizes of the values in host memory or, with `elsewhere`, of those that must be copied there
+    /// first. Empty values are left out.
     #[pyo3(signature = (elsewhere=false))]
     fn on_host(&self, elsewhere: bool) -> Vec<(usize, usize)> {
         let list = self.list();
@@ -74,7 +75,7 @@ impl Sources {
             .collect()
     }
 
-    /// Says that values were copied to host memory: by their numbers, the addresses.
+    /// Records that values were copied to host memory: index and new address of each.
     fn put(&self, copies: Vec<(usize, usize)>) -> PyResult<()> {
         self.change(|list| {
             for (number, address) in copies {
@@ -85,7 +86,8 @@ impl Sources {
         })
     }
 
-    /// Says that all values on devices were copied: the address and place of each copy, in their order.
+    /// Records that all values on CUDA devices were copied: address and place of each copy, in the order of
+    /// `on_devices`.
     fn move_to(&self, places: Vec<(usize, Where)>) -> PyResult<()> {
         self.change(|list| {
             let mut places = places.into_iter();
@@ -129,7 +131,7 @@ impl Source {
         let tensor = match self.device() {
             Some(place) => {
                 let memory = memory(self.address, self.nbytes, place)?;
-                // SAFETY: a copy of this process's own (`DeviceCopies`), which is made once.
+                // SAFETY: a copy that this process made (`DeviceCopies`), and that is written only once.
                 let memory = if self.fixed { unsafe { memory.fixed() } } else { memory };
                 TensorSource::new(name, self.dtype, shape, memory)
             }

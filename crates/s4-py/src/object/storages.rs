@@ -1,8 +1,8 @@
 //! `_core.Storages`: the storages of an object, on their way to a file.
 //!
-//! What is stored are whole storages, as PyTorch does, keyed by identity: so views, strides, ties and aliases come
-//! back as they were. A storage is written as one tensor of the file, under the key path, dtype and shape of the
-//! first tensor that uses it.
+//! Whole storages are stored, as PyTorch does, keyed by identity: so views, strides, ties and aliases come back as
+//! they were. A storage is written as one tensor of the file, under the key path, dtype and shape of the first
+//! tensor that uses it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, btree_map};
 use std::io::Write as _;
@@ -25,14 +25,16 @@ use super::torch::{
 use super::tree::{Leaf, Leaves, Stop, address, tree_of};
 use crate::device::HOST;
 
-/// Numbers storages in the order in which they are met.
+/// Storages in the order in which they are found. The index of a storage is that of the tensor that it becomes in a
+/// file.
 #[pyclass(module = "s4weights._core")]
 #[derive(Default)]
 pub(crate) struct Storages {
     pub(super) entries: Vec<Entry>,
-    /// By identity: the entries keep the storages alive, so that it is theirs alone.
+    /// The index of each storage by its identity, which is unique because the entries keep the storages alive.
     numbers: FxHashMap<usize, usize>,
-    /// Of tensors that are in the tree, by address: the number of the storage, and the shape. The object keeps them.
+    /// For each tensor in the tree, by address: the index of its storage, and its shape. The object keeps the tensors
+    /// alive.
     pub(super) tensors: FxHashMap<usize, (usize, Shape)>,
     names: UniqueNames,
     dtypes: DTypes,
@@ -46,7 +48,7 @@ pub(super) struct Entry {
     shape: Shape,
     nbytes: u64,
     device: Device,
-    /// Of a storage of plain tensors.
+    /// Known for storages of plain tensors.
     address: Option<usize>,
     pub(super) group: u8,
 }
@@ -62,14 +64,14 @@ impl Storages {
         self.entries.len()
     }
 
-    /// Bytes of all.
+    /// Bytes of all storages.
     fn nbytes(&self) -> u64 {
         self.entries.iter().map(|e| e.nbytes).sum()
     }
 
-    /// The object's tree as JSON, with the storages of its tensors numbered as they are met; `None` if it cannot be
-    /// one: the storages are then to be thrown away. `patiently`: other threads get Python's lock meanwhile, and do not
-    /// change the object.
+    /// The object's tree as JSON; adds the storages of its tensors. `None` if the object does not fit into a tree; this
+    /// `Storages` must then be discarded. `patiently`: other threads get the GIL from time to time, and must not change
+    /// the object meanwhile.
     #[pyo3(signature = (obj, patiently = false))]
     fn tree(&mut self, obj: &Bound<'_, PyAny>, patiently: bool) -> PyResult<Option<String>> {
         let mut tensors = Tensors::new(obj.py(), self)?;
@@ -77,19 +79,19 @@ impl Storages {
         tree_of(obj, &mut tensors)
     }
 
-    /// Tells the weights of an object from the state of its optimizers. Returns the role table as JSON, if there is
-    /// one.
+    /// Puts weights and the optimizer's state into different groups. Returns the role table (what each tensor is to the
+    /// optimizer) as JSON, if there is one.
     fn roles(&mut self, obj: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
         roles::find(obj, self)
     }
 
-    /// The number of a storage, if it has been met.
+    /// The index of a storage; `None` if it was not added.
     fn find(&self, storage: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
         Ok(self.numbers.get(&identity(storage)?).copied())
     }
 
-    /// Numbers a storage that has not been met, as a tensor of this name, dtype and shape; without a shape it is all
-    /// there is in the storage, in a row.
+    /// Adds a new storage, as a tensor of this name, dtype and shape, and returns its index. Without a shape it is
+    /// stored as one dimension that covers the whole storage.
     fn add(
         &mut self,
         storage: &Bound<'_, PyAny>,
@@ -111,13 +113,13 @@ impl Storages {
         ))
     }
 
-    /// Some of the storages themselves.
+    /// The storages with these indices.
     fn get(&self, py: Python<'_>, numbers: Vec<usize>) -> PyResult<Vec<Py<PyAny>>> {
         let entry = |n: usize| self.entries.get(n).ok_or_else(|| PyIndexError::new_err(n));
         numbers.into_iter().map(|n| Ok(entry(n)?.storage.clone_ref(py))).collect()
     }
 
-    /// The numbers of the CUDA devices that have values.
+    /// The ordinals of the CUDA devices that hold values.
     fn devices(&self) -> Vec<u32> {
         let with_values = self.entries.iter().filter(|e| e.nbytes > 0);
         let ordinals: BTreeSet<_> = with_values
@@ -126,8 +128,8 @@ impl Storages {
         ordinals.into_iter().collect()
     }
 
-    /// Where the values are. `streams`: of the CUDA devices on which values are to be read, by number, the stream
-    /// to read them on. Those of other devices are to be copied to the host.
+    /// Where the values are. `streams` has the CUDA devices on which values will be read, by ordinal, and for each the
+    /// stream to read them on. Values on other devices must be copied to the host first.
     fn sources(&self, py: Python<'_>, streams: HashMap<u32, u64>) -> PyResult<Sources> {
         let source = |e: &Entry| {
             let place = match e.device {
@@ -180,7 +182,7 @@ impl Storages {
         let (mut stored, mut item) = (dtype.stored, dtype.item.max(1));
         let mut shape = shape;
         if stored == DType::Bytes || !nbytes.is_multiple_of(item) {
-            // What the format has no dtype for is so many bytes, whatever its elements are.
+            // Stored as bytes: the format has no such dtype, or the size is not a whole number of elements.
             shape = shape.filter(|_| item == 1);
             (stored, item) = (DType::Bytes, 1);
         }
@@ -199,7 +201,7 @@ impl Storages {
         number
     }
 
-    /// The number of the storage of a tensor, if it has been met.
+    /// The index of a tensor's storage, if it was added.
     pub(super) fn of_tensor(&self, tensor: &Bound<'_, PyAny>) -> Option<usize> {
         if let Some((number, _)) = self.tensors.get(&address(tensor)) {
             return Some(*number);
@@ -214,22 +216,22 @@ fn identity(storage: &Bound<'_, PyAny>) -> PyResult<usize> {
     storage.getattr(intern!(storage.py(), "_cdata"))?.extract()
 }
 
-/// Writes the nodes of tensors, and of arrays that lend their memory, and of what else PyTorch has.
+/// Writes the nodes of tensors, of arrays that lend their memory, and of PyTorch's sizes, dtypes and devices.
 pub(super) struct Tensors<'a, 'py> {
     torch: Torch<'py>,
     storages: &'a mut Storages,
-    /// What PyTorch calls CUDA devices, by number, as JSON.
+    /// PyTorch's location tags of CUDA devices, by ordinal, as JSON.
     tags: BTreeMap<u32, String>,
-    /// The path of the tensor that is written.
+    /// A buffer for the path of a tensor.
     path: String,
     is_array: Bound<'py, PyAny>,
     as_tensor: Bound<'py, PyAny>,
-    /// Whether Python's lock is for others, too.
+    /// Whether to let other threads have the GIL from time to time.
     patiently: bool,
 }
 
-/// After so many tensors, which take some 50 µs, others may have Python's lock, for at least this long: a thread that waits
-/// for it needs time to wake up.
+/// After this many tensors, which take some 50 µs, the GIL is released for at least this long: a thread that waits for
+/// it needs time to wake up.
 const AT_A_TIME: usize = 16;
 const FOR_OTHERS: Duration = Duration::from_micros(50);
 
@@ -247,7 +249,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
         })
     }
 
-    /// Writes the node of a tensor. `owner`: the object that it stands for.
+    /// Writes the node of a tensor. `owner`: the object in the tree, which may be an array that the tensor was made of.
     fn tensor(
         &mut self,
         tensor: &Bound<'py, PyAny>,
@@ -263,7 +265,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
             return Err(Stop::NotPlain);
         };
         let Plain { device, dtype, shape, offset, contiguous, storage, address, nbytes } = plain;
-        // Whether the tensor's elements, in order, are all there is in its storage.
+        // Whether the tensor's elements, in order, make up its whole storage.
         let whole = contiguous
             && offset == 0
             && shape.iter().try_fold(dtype.item, |n, &size| n.checked_mul(size)) == Some(nbytes);
@@ -287,7 +289,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
         };
         let stored = &self.storages.entries[number];
         write!(text, "{{\"tensor\":{number}")?;
-        // Most are the first tensor of their storage, and all of it.
+        // Most tensors are the first of their storage, and cover all of it.
         if known.is_some() || !whole || stored.dtype == DType::Bytes {
             if stored.dtype == DType::Bytes || dtype.stored != stored.dtype {
                 write!(text, ",\"dtype\":\"{}\"", dtype.name)?;
@@ -299,7 +301,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
                 write!(text, ",\"offset\":{offset}")?;
             }
         }
-        // Of dimensions of one element, and of tensors of none, PyTorch leaves the strides open.
+        // For dimensions of size 1, and for empty tensors, PyTorch allows any strides.
         if !contiguous || shape.iter().any(|&size| size <= 1) {
             let stride = sizes(&tensor.call_method0(intern!(py, "stride"))?)?;
             if stride != row_major(&shape) {

@@ -1,4 +1,4 @@
-//! What PyTorch says of a tensor.
+//! Describes tensors by asking PyTorch.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use super::dlpack::{Described, DlDType, Exchange};
 /// Sizes of a tensor's dimensions, or its strides: most have few.
 pub(super) type Shape = SmallVec<[u64; 4]>;
 
-/// PyTorch's classes and functions, looked up once for an object.
+/// PyTorch's classes and functions, looked up once per saved object.
 pub(super) struct Torch<'py> {
     pub(super) tensor: Bound<'py, PyType>,
     pub(super) parameter: Bound<'py, PyType>,
@@ -24,15 +24,15 @@ pub(super) struct Torch<'py> {
     pub(super) device: Bound<'py, PyType>,
     strided: Bound<'py, PyAny>,
     exchange: Option<Exchange>,
-    /// Names of dimensions, which PyTorch gives up.
+    /// Whether tensors can have named dimensions, which PyTorch is abandoning.
     may_have_names: bool,
 }
 
-/// The dtypes that were met, of which there are few.
+/// The dtypes seen so far; there are few.
 #[derive(Default)]
 pub(super) struct DTypes {
     known: Vec<(Py<PyAny>, Arc<TorchDType>)>,
-    /// As DLPack has them.
+    /// By DLPack's description.
     by_code: Vec<(DlDType, Arc<TorchDType>)>,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct DTypes {
 pub(super) struct TorchDType {
     /// Its name without `torch.`.
     pub(super) name: String,
-    /// What the format calls it. One that it has no name for is stored as bytes.
+    /// The dtype of the format that it is stored as: bytes, if the format has no such dtype.
     pub(super) stored: DType,
     /// Bytes of an element.
     pub(super) item: u64,
@@ -48,13 +48,13 @@ pub(super) struct TorchDType {
     is_quantized: bool,
 }
 
-/// A tensor of PyTorch's own classes whose state is all they have as attributes: elements at strides of a storage of
-/// the host or of a CUDA device.
+/// A tensor of PyTorch's own classes without attributes or hooks of its own: strided elements of a storage on the
+/// host or on a CUDA device.
 pub(super) struct Plain<'py> {
     pub(super) device: Device,
     pub(super) dtype: Arc<TorchDType>,
     pub(super) shape: Shape,
-    /// Elements of the storage before its own.
+    /// Elements of the storage that precede the tensor's first one.
     pub(super) offset: u64,
     pub(super) contiguous: bool,
     pub(super) storage: Bound<'py, PyAny>,
@@ -89,7 +89,7 @@ impl DTypes {
         Ok(info)
     }
 
-    /// What is known of the dtype of a tensor, which DLPack calls so.
+    /// What is known of a tensor's dtype, by DLPack's description of it.
     fn of_code(&mut self, code: DlDType, tensor: &Bound<'_, PyAny>) -> PyResult<Arc<TorchDType>> {
         if let Some((_, info)) = self.by_code.iter().find(|(known, _)| *known == code) {
             return Ok(Arc::clone(info));
@@ -118,19 +118,19 @@ impl<'py> Torch<'py> {
         })
     }
 
-    /// Whether an object is of PyTorch's own classes of tensors, not of one that others derive.
+    /// Whether an object is a tensor of one of PyTorch's own classes, not of a class derived from them.
     pub(super) fn is_own_tensor(&self, obj: &Bound<'py, PyAny>) -> bool {
         let kind = obj.get_type();
         kind.is(&self.tensor) || kind.is(&self.parameter)
     }
 
-    /// What there is to know of a tensor of PyTorch's own classes, if it is plain.
+    /// Describes a tensor of PyTorch's own classes; `None` if it is not plain.
     pub(super) fn plain(
         &self,
         tensor: &Bound<'py, PyAny>,
         dtypes: &mut DTypes,
     ) -> PyResult<Option<Plain<'py>>> {
-        // Wrappers, and tensors of other layouts, refuse one question or another.
+        // Wrappers and tensors of other layouts raise an error for one query or another.
         match self.ask(tensor, dtypes) {
             Err(e) if e.is_instance_of::<PyRuntimeError>(tensor.py()) => Ok(None),
             answer => answer,
@@ -146,7 +146,7 @@ impl<'py> Torch<'py> {
         {
             return Ok(None);
         }
-        // Of nothing there is no address.
+        // An empty tensor has no address to compute the offset from.
         let described = self.exchange.and_then(|exchange| exchange.describe(tensor));
         let described = described.filter(|d| !d.shape.contains(&0));
         let (device, dtype, shape, contiguous, address) = match described {
@@ -181,7 +181,7 @@ impl<'py> Torch<'py> {
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let nbytes = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
         let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
-        // Tensors that are zeros without memory, and wrappers that functional transforms leave behind.
+        // Zero tensors without memory, and wrappers left behind by functional transforms.
         if start == 0 && nbytes > 0 {
             return Ok(None);
         }

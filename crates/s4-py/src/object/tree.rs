@@ -1,4 +1,4 @@
-//! The typed JSON tree (python/s4weights/_tree.py says what it is), written while the object is walked over.
+//! The typed JSON tree (defined in python/s4weights/_tree.py), written while the object is walked.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -13,12 +13,12 @@ use super::names::{Path, UniqueNames};
 
 /// Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
 pub(super) const MAX_DEPTH: usize = 32;
-/// Nodes of a tree. Larger objects (long lists of numbers) are smaller and faster as a pickle.
+/// The most nodes of a tree. Larger objects (long lists of numbers) are smaller and faster as a pickle.
 pub(super) const MAX_NODES: usize = 1 << 20;
-/// Bytes of the JSON text, and of a byte string in it.
+/// The most bytes of the JSON text, and of a byte string in it.
 const MAX_TEXT: usize = 64 << 20;
 const MAX_BYTES: usize = 1 << 20;
-/// What no integer that every JSON reader takes reaches.
+/// Only integers below this in size are exact in every JSON reader.
 const SAFE_INT: i64 = 1 << 53;
 
 /// Why there is no tree.
@@ -36,12 +36,12 @@ impl<E: Into<PyErr>> From<E> for Stop {
 
 /// What was written for an object that is neither a plain value nor a container.
 pub(super) enum Leaf {
-    /// A tensor's node: where the object is met again, a reference to this one is written.
+    /// A tensor's node: if the object occurs again, a reference to this node is written.
     Tensor,
     Value,
 }
 
-/// What knows of objects that are neither plain values nor containers.
+/// Writes the nodes of objects that are neither plain values nor containers.
 pub(super) trait Leaves<'py> {
     /// Writes the node of an object at a path.
     fn write(
@@ -52,7 +52,7 @@ pub(super) trait Leaves<'py> {
     ) -> Result<Leaf, Stop>;
 }
 
-/// The tree of an object as JSON text; `None` if it cannot be one.
+/// The tree of an object as JSON text; `None` if the object does not fit into a tree.
 pub(super) fn tree_of<'py>(
     obj: &Bound<'py, PyAny>,
     leaves: &mut dyn Leaves<'py>,
@@ -75,8 +75,9 @@ pub(super) fn tree_of<'py>(
     Ok(if tree.text.len() > MAX_TEXT { None } else { String::from_utf8(tree.text).ok() })
 }
 
-/// The tree of an object as JSON text; `None` if it cannot be one. `number` is asked once for each object that is
-/// neither a plain value nor a container, with its path as a unique name; it gives the number of a tensor of the file.
+/// The tree of an object as JSON; `None` if the object does not fit into a tree. `number` is called once for each
+/// object that is neither a plain value nor a container, with the object and its path as a unique name; it returns the
+/// index of a tensor of the file.
 #[pyfunction]
 pub(crate) fn write_tree<'py>(
     obj: &Bound<'py, PyAny>,
@@ -103,9 +104,9 @@ pub(crate) fn write_tree<'py>(
 struct Tree<'a, 'py> {
     text: Vec<u8>,
     nodes: usize,
-    /// Containers that were met, by address: the object keeps them.
+    /// Mutable containers visited so far, by address; the object keeps them alive.
     seen: FxHashSet<usize>,
-    /// Likewise the nodes of tensors.
+    /// Likewise tensors, with the index of the node of each.
     tensors: FxHashMap<usize, usize>,
     ordered: Bound<'py, PyType>,
     leaves: &'a mut dyn Leaves<'py>,
@@ -184,7 +185,7 @@ impl<'py> Tree<'_, 'py> {
     }
 
     fn string(&mut self, text: &Bound<'py, PyString>) -> Result<(), Stop> {
-        // Halves of surrogate pairs are no UTF-8.
+        // Lone surrogates have no UTF-8 form.
         let text = text.to_str().map_err(|_| Stop::NotPlain)?;
         self.json(text)
     }
@@ -219,7 +220,7 @@ impl<'py> Tree<'_, 'py> {
         self.raw(&format!("{{\"{kind}\":\"{}\"}}", STANDARD.encode(bytes)))
     }
 
-    /// Containers that can change are met once: sharing them, or a cycle, needs a pickle.
+    /// Refuses a mutable container that occurs twice: shared containers and cycles need a pickle.
     fn once(&mut self, obj: &Bound<'py, PyAny>) -> Result<(), Stop> {
         if self.seen.insert(address(obj)) { Ok(()) } else { Err(Stop::NotPlain) }
     }
@@ -297,8 +298,8 @@ impl<'py> Tree<'_, 'py> {
     }
 }
 
-/// The pairs of a dict, in the order that an ordered dict has. What is asked of tensors and arrays is code that may change
-/// the dict.
+/// The pairs of a dict, in the order of an ordered dict. They are copied, because code that tensors and arrays run when
+/// they are asked may change the dict.
 pub(super) fn pairs_of<'py>(
     dict: &Bound<'py, PyDict>,
 ) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {

@@ -41,7 +41,7 @@ impl Certificate {
         let path = path.ok_or_else(|| bad("`certificate` is missing".into()))?;
         let pem = std::fs::read(path).map_err(|e| bad(format!("{}: {e}", path.display())))?;
         let certificate = x509_cert::Certificate::from_pem(pem)
-            .map_err(|e| bad(format!("{}: no certificate: {e}", path.display())))?;
+            .map_err(|e| bad(format!("{}: not a certificate: {e}", path.display())))?;
         let key = certificate.tbs_certificate.subject_public_key_info.subject_public_key;
         Ok(Self { key: key.raw_bytes().to_vec() })
     }
@@ -51,22 +51,22 @@ impl Certificate {
         let bad = |what: &str| No::new("bad_signature", format!("the identity document: {what}"));
         let text: String = signature.split_whitespace().collect();
         let bytes = base64::engine::general_purpose::STANDARD.decode(text);
-        let bytes = bytes.map_err(|_| bad("its signature is no base64"))?;
+        let bytes = bytes.map_err(|_| bad("its signature is not base64"))?;
         // AWS sends indefinite lengths, which DER forbids.
-        let bytes = ber::to_der(&bytes).ok_or_else(|| bad("its signature is no PKCS7"))?;
-        let parse = |_| bad("its signature is no PKCS7");
+        let bytes = ber::to_der(&bytes).ok_or_else(|| bad("its signature is not PKCS7"))?;
+        let parse = |_| bad("its signature is not PKCS7");
         let info = ContentInfo::from_der(&bytes).map_err(parse)?;
         if info.content_type != SIGNED_DATA {
-            return Err(bad("its signature is no signed data"));
+            return Err(bad("its signature is not PKCS7 signed data"));
         }
         let signed: SignedData = info.content.decode_as().map_err(parse)?;
         let content = signed.encap_content_info.econtent.ok_or_else(|| bad("it is empty"))?;
         let content = content.decode_as::<OctetStringRef<'_>>().map_err(parse)?.as_bytes().to_vec();
         let [signer] = signed.signer_infos.0.as_slice() else {
-            return Err(bad("it has not just one signer"));
+            return Err(bad("it does not have exactly one signer"));
         };
         if signer.digest_alg.oid != ID_SHA256 {
-            return Err(bad("it is not signed by SHA-256"));
+            return Err(bad("its signature does not use SHA-256"));
         }
         let message = match &signer.signed_attrs {
             None => content.clone(),
@@ -80,14 +80,14 @@ impl Certificate {
                 };
                 let named = value.decode_as::<OctetStringRef<'_>>().map_err(parse)?;
                 if named.as_bytes() != digest(&SHA256, &content).as_ref() {
-                    return Err(bad("it is not what was signed"));
+                    return Err(bad("it does not match its signature"));
                 }
                 attributes.to_der().map_err(parse)?
             }
         };
         let key = UnparsedPublicKey::new(&RSA_PKCS1_2048_8192_SHA256, &self.key);
         let signed = key.verify(&message, signer.signature.as_bytes());
-        signed.map_err(|_| bad("it is signed by somebody else")).map(|()| content)
+        signed.map_err(|_| bad("it was not signed with the certificate's key")).map(|()| content)
     }
 }
 
@@ -100,10 +100,10 @@ pub(super) async fn ask(
     let document = imds.get(DOCUMENT).await?;
     let signed = certificate.verify(&imds.get(SIGNATURE).await?)?;
     if signed != document.as_bytes() {
-        return Err(No::new("bad_signature", "another identity document was signed"));
+        return Err(No::new("bad_signature", "the signature is of another identity document"));
     }
     let document: Document = serde_json::from_slice(&signed)
-        .map_err(|_| No::new("malformed_reply", "the identity document is none"))?;
+        .map_err(|_| No::new("malformed_reply", "the response is not an identity document"))?;
     if document.instance_id != imds.get(INSTANCE).await? {
         return Err(No::new("wrong_instance", "the identity document is of another instance"));
     }

@@ -31,11 +31,12 @@ impl Key {
         let path = path.ok_or_else(|| bad("`public_key` is missing".into()))?;
         let pem = std::fs::read(path).map_err(|e| bad(format!("{}: {e}", path.display())))?;
         if pem.len() > MAX_KEY {
-            return Err(bad(format!("{}: this is no key", path.display())));
+            return Err(bad(format!("{}: not a public key", path.display())));
         }
-        let algorithm: Algorithm = settings.algorithm.parse().map_err(|_| {
-            bad(format!("`algorithm`: `{}` is none that is understood", settings.algorithm))
-        })?;
+        let algorithm: Algorithm = settings
+            .algorithm
+            .parse()
+            .map_err(|_| bad(format!("`algorithm`: `{}` is not supported", settings.algorithm)))?;
         use Algorithm as A;
         let key = match algorithm {
             A::RS256 | A::RS384 | A::RS512 | A::PS256 | A::PS384 | A::PS512 => {

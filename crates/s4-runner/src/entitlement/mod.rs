@@ -139,13 +139,13 @@ impl Settings {
         let fits = |c: char| c.is_ascii_alphanumeric() || "-/=:_.@".contains(c);
         let code = &self.product_code;
         if code.is_empty() || code.len() > 255 || !code.chars().all(fits) {
-            return bad("`product_code` is missing or is none");
+            return bad("`product_code` is missing or invalid");
         }
         if self.try_seconds == 0 || self.total_seconds == 0 {
-            return bad("no time is allowed for a try");
+            return bad("`try_seconds` and `total_seconds` must be at least 1");
         }
         if self.try_seconds.max(self.total_seconds) > LONGEST {
-            return bad("more than a day is allowed for a try");
+            return bad("`try_seconds` and `total_seconds` must be at most a day");
         }
         match self.mode {
             Mode::Off => Ok(()),
@@ -199,7 +199,7 @@ async fn repeat(
         if number + 1 == TRIES || Instant::now() + pause >= end {
             break;
         }
-        tracing::warn!(why = last, "the entitlement is asked for again");
+        tracing::warn!(why = last, "the entitlement request failed: trying again");
         sleep(pause).await;
     }
     Err(Error::Unreachable(last))

@@ -28,7 +28,7 @@ pub(super) async fn ask(settings: &Settings, key: &Key, imds: &Imds) -> Result<(
         None => imds.get("/latest/meta-data/placement/region").await?,
     };
     if region.is_empty() || !region.chars().all(|c| c.is_ascii_alphanumeric() || c == '-') {
-        return Err(No::new("invalid_region", "the region's name makes no sense"));
+        return Err(No::new("invalid_region", "the region name is invalid"));
     }
     let nonce = Uuid::new_v4().simple().to_string();
     let (status, kind, body) = send(settings, &region, &nonce).await?;
@@ -41,7 +41,7 @@ pub(super) async fn ask(settings: &Settings, key: &Key, imds: &Imds) -> Result<(
 
 fn check(body: &[u8], settings: &Settings, key: &Key, nonce: &str) -> Result<(), No> {
     let reply: Reply = serde_json::from_slice(body)
-        .map_err(|_| No::new("malformed_reply", "the reply is not what RegisterUsage answers"))?;
+        .map_err(|_| No::new("malformed_reply", "the reply is not a RegisterUsage response"))?;
     let token = reply.signature.filter(|token| !token.is_empty());
     let token = token.ok_or_else(|| No::new("unsigned_reply", "the reply has no signature"))?;
     key.check(&token, settings, nonce)?;

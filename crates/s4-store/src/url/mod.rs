@@ -95,12 +95,12 @@ fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str
     }
     // The parser's own message repeats the URL with any secret in it.
     let (scheme, path) = ObjectStoreScheme::parse(url)
-        .map_err(|_| "a path, or a URL of s3:, gs:, az: or file: is needed")?;
+        .map_err(|_| "give a path, or a URL that starts with s3:, gs:, az: or file:")?;
     let remote = match scheme {
         ObjectStoreScheme::AmazonS3 => Remote::S3,
         ObjectStoreScheme::GoogleCloudStorage => Remote::Gcs,
         ObjectStoreScheme::MicrosoftAzure => Remote::Azure,
-        _ => return Err("nothing can be kept there: s3:, gs: and az: are known"),
+        _ => return Err("no store can be kept there: use s3:, gs:, az: or file:"),
     };
     Ok(Some((remote, path)))
 }

@@ -67,7 +67,7 @@ pub(super) fn unknown(kind: &str, name: &str, known: &[&str]) -> Error {
     let lower = name.to_ascii_lowercase();
     let near = known.iter().map(|k| (distance(&lower, k), k)).min();
     let meant = near.filter(|(d, k)| *d <= 1 + k.len() / 4).map(|(_, k)| k);
-    let hint = meant.map(|k| format!("; is `{k}` meant?")).unwrap_or_default();
+    let hint = meant.map(|k| format!("; did you mean `{k}`?")).unwrap_or_default();
     Error::Argument(format!("storage option `{name}` is not known for {kind}{hint}"))
 }
 
@@ -133,7 +133,8 @@ mod tests {
             ("colour", None),
         ] {
             let error = unknown("S3", slip, &known).to_string();
-            let hint = meant.map(|m| format!("is `{m}` meant?")).unwrap_or("known for S3".into());
+            let hint =
+                meant.map(|m| format!("did you mean `{m}`?")).unwrap_or("known for S3".into());
             assert!(error.ends_with(&hint), "{error}");
         }
     }

@@ -20,7 +20,7 @@ fn server() -> Arc<Liar> {
 }
 
 /// One process's connection to the server, which may break.
-fn way(server: &Arc<Liar>) -> (FaultStore, Place) {
+fn connection(server: &Arc<Liar>) -> (FaultStore, Place) {
     let faults = FaultStore::new(Arc::clone(server) as _);
     let place = Place::objects(Arc::new(faults.clone()), Path::from("one"));
     (faults, place)
@@ -36,18 +36,22 @@ async fn steps(place: &Place) -> Vec<u64> {
 #[tokio::test(start_paused = true)]
 async fn a_second_writer_is_kept_out_for_as_long_as_the_first_lives() {
     let server = server();
-    let (_, place) = way(&server);
+    let (_, place) = connection(&server);
     let first = Store::create(&place, single()).await.unwrap();
     toy::save(&first, 1, None, b"one").await.unwrap();
     let second = Store::open(&place, quick_options()).await.unwrap();
     assert_eq!(second.list().await.unwrap().len(), 1, "reading needs no lease");
+    let mut since = None;
     for _ in 0..3 {
         let error = toy::save(&second, 2, None, b"two").await.unwrap_err();
-        assert!(matches!(&error, Error::Locked { .. }), "{error}");
+        let Error::Locked { holder, .. } = &error else { panic!("{error}") };
+        let taken = since.get_or_insert(holder.since_ms);
+        assert_eq!(holder.since_ms, *taken, "renewing the lease is not taking it");
         let text = error.to_string();
         assert!(text.contains(&format!("process {}", std::process::id())), "{text}");
         assert!(text.contains("break-lease"), "{text}");
-        // The first one writes nothing for hours and stays the writer.
+        // The first one writes nothing for hours and stays the writer. The lease notes real time.
+        std::thread::sleep(Duration::from_millis(5));
         tokio::time::sleep(Duration::from_secs(3600)).await;
     }
     toy::save(&first, 3, None, b"thr").await.unwrap();
@@ -62,7 +66,7 @@ async fn a_second_writer_is_kept_out_for_as_long_as_the_first_lives() {
 #[tokio::test(start_paused = true)]
 async fn a_dead_holder_is_waited_for() {
     let server = server();
-    let (_, place) = way(&server);
+    let (_, place) = connection(&server);
     let first = Store::create(&place, single()).await.unwrap();
     toy::save(&first, 1, None, b"one").await.unwrap();
     drop(first);
@@ -85,8 +89,8 @@ async fn a_dead_holder_is_waited_for() {
 #[tokio::test(start_paused = true)]
 async fn a_holder_that_was_away_for_too_long_notices() {
     let server = server();
-    let (faults, place) = way(&server);
-    let (_, other_place) = way(&server);
+    let (faults, place) = connection(&server);
+    let (_, other_place) = connection(&server);
     let first = Store::create(&place, single()).await.unwrap();
     toy::save(&first, 1, None, b"one").await.unwrap();
     let staged = toy::stage(&first, 2, None, b"two").await.unwrap();
@@ -108,7 +112,7 @@ async fn a_holder_that_was_away_for_too_long_notices() {
 #[tokio::test(start_paused = true)]
 async fn an_outage_is_no_loss_of_the_lease() {
     let server = server();
-    let (faults, place) = way(&server);
+    let (faults, place) = connection(&server);
     let store = Store::create(&place, single()).await.unwrap();
     toy::save(&store, 1, None, b"one").await.unwrap();
     faults.set_plan(|_| Some(Fault::Before));
@@ -122,7 +126,7 @@ async fn an_outage_is_no_loss_of_the_lease() {
 #[tokio::test(start_paused = true)]
 async fn a_lease_that_was_broken_is_noticed() {
     let server = server();
-    let (_, place) = way(&server);
+    let (_, place) = connection(&server);
     let first = Store::create(&place, single()).await.unwrap();
     let staged = toy::stage(&first, 1, None, b"one").await.unwrap();
     let second = Store::open(&place, quick_options()).await.unwrap();
@@ -141,7 +145,7 @@ async fn of_writers_that_start_at_once_one_writes_at_a_time() {
         let clock = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
         clock.set_delays(seed);
         let server = Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition));
-        let (_, place) = way(&server);
+        let (_, place) = connection(&server);
         let store = Store::create(&place, single()).await.unwrap();
         store.release().await.unwrap();
         let inside = Arc::new(AtomicUsize::new(0));
@@ -192,7 +196,7 @@ async fn one_of_two_creators_wins() {
         clock.set_delays(seed);
         let server = Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition));
         let create = || {
-            let (_, place) = way(&server);
+            let (_, place) = connection(&server);
             tokio::spawn(async move { Store::create(&place, single()).await })
         };
         let (a, b) = (create(), create());
@@ -208,7 +212,7 @@ async fn one_of_two_creators_wins() {
 async fn a_store_is_opened_to_many_writers() {
     let server = server();
     server.set_honest(true);
-    let (faults, place) = way(&server);
+    let (faults, place) = connection(&server);
     let store = Store::create(&place, single()).await.unwrap();
     toy::save(&store, 1, None, b"one").await.unwrap();
     let other = Store::open(&place, quick_options()).await.unwrap();

@@ -40,15 +40,15 @@ pub(super) struct Chain<'a> {
     /// The checkpoint itself, its parent, and so on.
     pub(super) steps: Vec<Step<'a>>,
     /// Indices of the requests that the host decodes.
-    pub(super) here: Vec<usize>,
+    pub(super) on_host: Vec<usize>,
     /// Weights with contexts from moments that are requested, too, for the same device.
-    pub(super) told: Vec<Wanted>,
+    pub(super) with_moments: Vec<Wanted>,
     /// Copies of tensors that are requested, too, for the same device.
     pub(super) copies: Vec<Wanted>,
 }
 
 /// Weights with contexts from moments, and what they are decoded from.
-struct Told<'a> {
+struct WithMoments<'a> {
     request: usize,
     to: DeviceMemory,
     levels: Vec<Level<'a>>,
@@ -85,7 +85,7 @@ impl<'a> Chain<'a> {
         // decoded by the host.
         let mut taken = HashSet::<(usize, usize)>::new();
         let wanted = Places::of(requests);
-        let mut told = Told::finder(reader, &wanted);
+        let mut with_moments = WithMoments::finder(reader, &wanted);
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
@@ -112,13 +112,13 @@ impl<'a> Chain<'a> {
                 (0..).zip(levels).all(|(depth, l)| !taken.contains(&(depth, l.tensor)))
             };
             let Some(levels) = levels.filter(free) else {
-                chain.here.push(request);
+                chain.on_host.push(request);
                 continue;
             };
             let names = levels.iter().map(|l| l.tensor).enumerate().collect::<Vec<_>>();
-            if levels.iter().any(Level::is_told) {
-                if !told.add(request, to, levels)? {
-                    chain.here.push(request);
+            if levels.iter().any(Level::has_moment_contexts) {
+                if !with_moments.add(request, to, levels)? {
+                    chain.on_host.push(request);
                     continue;
                 }
             } else {
@@ -126,7 +126,7 @@ impl<'a> Chain<'a> {
             }
             taken.extend(names);
         }
-        chain.add_told(told.found);
+        chain.add_with_moments(with_moments.found);
         Ok(chain)
     }
 
@@ -143,8 +143,9 @@ impl<'a> Chain<'a> {
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
-            let alone = plan.own_inputs().next().is_none();
-            let own = plan.inputs.is_empty() || (plan.is_delta() && alone && host == number);
+            let self_contained = plan.own_inputs().next().is_none();
+            let own =
+                plan.inputs.is_empty() || (plan.is_delta() && self_contained && host == number);
             let one = Wanted::new(number, request, to);
             if own && open {
                 wanted.push(one);
@@ -163,8 +164,8 @@ impl<'a> Chain<'a> {
                 None => None,
             };
             match moments {
-                Some((m, v)) => chain.told.push(Wanted { moments: Some([m, v]), ..one }),
-                None => chain.here.push(request),
+                Some((m, v)) => chain.with_moments.push(Wanted { moments: Some([m, v]), ..one }),
+                None => chain.on_host.push(request),
             }
         }
         chain.steps.push(Step { reader, wanted });
@@ -186,17 +187,17 @@ impl<'a> Chain<'a> {
 
     /// Adds weights with contexts from moments: those of ancestors before everything else, the
     /// checkpoint's own after their moments.
-    fn add_told(&mut self, all: Vec<Told<'a>>) {
+    fn add_with_moments(&mut self, all: Vec<WithMoments<'a>>) {
         let mut early = vec![];
-        for told in all {
-            let Told { request, to, levels, moments } = &told;
+        for with_moments in all {
+            let WithMoments { request, to, levels, moments } = &with_moments;
             let chunks = wanted_chunks(levels).into_iter().next();
             let places = moments[0].as_ref().map(|m| m.each_ref().map(|place| place.to));
             let own =
                 Wanted { chunks, moments: places, ..Wanted::new(levels[0].tensor, *request, *to) };
-            self.told.push(own);
+            self.with_moments.push(own);
             match moments[1..].iter().any(Option::is_some) {
-                true => early.push(told),
+                true => early.push(with_moments),
                 false => self.add(*request, *to, levels, 1),
             }
         }
@@ -205,7 +206,7 @@ impl<'a> Chain<'a> {
             let (mut known, mut passes, mut weights) =
                 (HashSet::new(), Vec::<Step<'a>>::new(), vec![]);
             let mut reader = None;
-            for Told { request, to, levels, moments } in &early {
+            for WithMoments { request, to, levels, moments } in &early {
                 let Some(level) = levels.get(depth) else { continue };
                 reader = Some(level.reader);
                 let chunks = wanted_chunks(levels).into_iter().nth(depth);
@@ -265,12 +266,12 @@ impl Places {
 struct Finder<'a, 'r> {
     reader: &'a Reader,
     wanted: &'r Places,
-    found: Vec<Told<'a>>,
+    found: Vec<WithMoments<'a>>,
     /// By depth and address, the moment whose values are there when that depth is decoded.
     places: HashMap<(usize, u64), usize>,
 }
 
-impl<'a> Told<'a> {
+impl<'a> WithMoments<'a> {
     fn finder<'r>(reader: &'a Reader, wanted: &'r Places) -> Finder<'a, 'r> {
         Finder { reader, wanted, found: vec![], places: HashMap::new() }
     }
@@ -281,7 +282,7 @@ impl<'a> Finder<'a, '_> {
     fn add(&mut self, request: usize, to: DeviceMemory, levels: Vec<Level<'a>>) -> Result<bool> {
         let (mut moments, mut places) = (vec![], vec![]);
         for (depth, level) in levels.iter().enumerate() {
-            let found = match level.is_told() {
+            let found = match level.has_moment_contexts() {
                 true => self.moments(depth, level, to.ordinal())?,
                 false => Some(None),
             };
@@ -296,7 +297,7 @@ impl<'a> Finder<'a, '_> {
             moments.push(found);
         }
         self.places.extend(places);
-        self.found.push(Told { request, to, levels, moments });
+        self.found.push(WithMoments { request, to, levels, moments });
         Ok(true)
     }
 
@@ -318,19 +319,19 @@ impl<'a> Finder<'a, '_> {
             };
             // Its memory is free as long as ancestors are decoded, since it needs no other tensor
             // itself.
-            let alone = |&top: &usize| {
+            let self_contained = |&top: &usize| {
                 let t = &self.reader.tensors[self.reader.host(top)];
                 let plan = &self.reader.manifest.plans[usize::from(t.plan)];
                 plan.own_inputs().next().is_none()
             };
-            let place = top.filter(alone).and_then(|t| self.wanted.get(t, ordinal));
+            let place = top.filter(self_contained).and_then(|t| self.wanted.get(t, ordinal));
             let fits = |to: &DeviceMemory| moment.bytes().is_ok_and(|bytes| bytes == to.bytes());
             let Some(to) = place.filter(fits) else { return Ok(None) };
             let levels = match depth {
                 0 => vec![],
                 _ => {
                     let levels = Levels::of(level.reader, tensor)?.for_device();
-                    let levels = levels.filter(|l| !l.iter().any(Level::is_told));
+                    let levels = levels.filter(|l| !l.iter().any(Level::has_moment_contexts));
                     let Some(levels) = levels else { return Ok(None) };
                     levels
                 }

@@ -50,8 +50,8 @@ impl Reader {
         self.prepare(&hosts)?;
         let trusted = self.trusted_by(engine);
         let chain = Chain::of(self, requests, trusted.is_some())?;
-        self.decode_on(engine, requests, chain, trusted.as_ref(), |here, decoder, meter| {
-            here.into_iter().try_for_each(|i| self.copy(requests[i], decoder, meter))
+        self.decode_on(engine, requests, chain, trusted.as_ref(), |on_host, decoder, meter| {
+            on_host.into_iter().try_for_each(|i| self.copy(requests[i], decoder, meter))
         })
     }
 
@@ -71,8 +71,8 @@ impl Reader {
         let trusted = self.trusted_by(engine);
         let chain = Chain::top(self, requests, trusted.is_some())?;
         let mut left = vec![];
-        self.decode_on(engine, requests, chain, trusted.as_ref(), |here, _, _| {
-            left.extend(here);
+        self.decode_on(engine, requests, chain, trusted.as_ref(), |on_host, _, _| {
+            left.extend(on_host);
             Ok(())
         })?;
         Ok(left)
@@ -111,9 +111,9 @@ impl Reader {
         trusted: Option<&Trusted>,
         mut rest: impl FnMut(Vec<usize>, &mut Decoder<'_, '_>, &mut Meter) -> Result<(), Failure>,
     ) -> Result<()> {
-        let Chain { before, steps, mut here, told, copies } = chain;
+        let Chain { before, steps, mut on_host, with_moments, copies } = chain;
         let (early, chained) = (before.len(), steps.len());
-        let last = [told, copies].map(|wanted| Step { reader: self, wanted });
+        let last = [with_moments, copies].map(|wanted| Step { reader: self, wanted });
         let mut calls = self.calls(before.into_iter().chain(steps).chain(last))?;
         for call in &mut calls[early + 1..early + chained] {
             call.counted = false;
@@ -128,20 +128,20 @@ impl Reader {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
                 // Waits: the next call needs what was decoded, and overwrites what is no longer
                 // needed.
-                undone(calls, decoder, &mut here)?;
+                undone(calls, decoder, &mut on_host)?;
             }
             // Ancestors come first.
             for call in steps.iter().rev() {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
             }
-            undone(calls, decoder, &mut here)?;
-            rest(sorted(&mut here), decoder, &mut meter)?;
+            undone(calls, decoder, &mut on_host)?;
+            rest(sorted(&mut on_host), decoder, &mut meter)?;
             for call in last.iter().filter(|c| !c.wanted.is_empty()) {
                 // Waits for what they are predicted from, or their contexts are derived from.
                 decoder.undone()?;
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
-                undone(calls, decoder, &mut here)?;
-                rest(sorted(&mut here), decoder, &mut meter)?;
+                undone(calls, decoder, &mut on_host)?;
+                rest(sorted(&mut on_host), decoder, &mut meter)?;
             }
             Ok(())
         });
@@ -198,12 +198,12 @@ impl Reader {
 fn undone(
     calls: &[Call<'_>],
     decoder: &mut Decoder<'_, '_>,
-    here: &mut Vec<usize>,
+    on_host: &mut Vec<usize>,
 ) -> Result<(), Failure> {
     for number in decoder.undone()? {
         let call = calls.iter().rfind(|c| c.base <= number);
         let wanted = call.and_then(|c| c.wanted.iter().find(|w| c.base + w.tensor == number));
-        here.extend(wanted.and_then(|w| w.request));
+        on_host.extend(wanted.and_then(|w| w.request));
     }
     Ok(())
 }

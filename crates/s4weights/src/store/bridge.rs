@@ -76,8 +76,8 @@ impl Bridge {
     }
 
     fn stopped(&self) -> Error {
-        let gone = std::io::Error::other("the thread that did it has ended");
-        Error::io(&self.target, "finish what was begun in", gone)
+        let gone = std::io::Error::other("its thread has ended");
+        Error::io(&self.target, "finish an operation in", gone)
     }
 
     pub(crate) fn spawn<T: Send + 'static>(
@@ -111,9 +111,9 @@ impl Bridge {
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T> {
         interrupt::check()?;
-        let (task, told) = self.start(work)?;
+        let (task, receiver) = self.start(work)?;
         loop {
-            if let Some(done) = self.look(&told)? {
+            if let Some(done) = self.look(&receiver)? {
                 return Ok(done);
             }
             if interrupt::is_stopped_now() || !asker.goes_on() {
@@ -129,10 +129,10 @@ impl Bridge {
         &self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T> {
-        let (_task, told) = self.start(work)?;
+        let (_task, receiver) = self.start(work)?;
         let mut end = None;
         loop {
-            if let Some(done) = self.look(&told)? {
+            if let Some(done) = self.look(&receiver)? {
                 return Ok(done);
             }
             if interrupt::is_stopped_now()
@@ -148,17 +148,17 @@ impl Bridge {
         &self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<(JoinHandle<()>, Outcome<std::thread::Result<T>>)> {
-        let (tell, told) = sync_channel(1);
+        let (sender, receiver) = sync_channel(1);
         let task = self.spawn(async move {
             // The caller may have gone away.
-            let _ = tell.send(AssertUnwindSafe(work).catch_unwind().await);
+            let _ = sender.send(AssertUnwindSafe(work).catch_unwind().await);
         })?;
-        Ok((task, told))
+        Ok((task, receiver))
     }
 
     /// Waits a moment for an outcome.
-    fn look<T>(&self, told: &Outcome<std::thread::Result<T>>) -> Result<Option<T>> {
-        match told.recv_timeout(POLL) {
+    fn look<T>(&self, receiver: &Outcome<std::thread::Result<T>>) -> Result<Option<T>> {
+        match receiver.recv_timeout(POLL) {
             Ok(Ok(done)) => Ok(Some(done)),
             // The panic continues in the caller.
             Ok(Err(panic)) => resume_unwind(panic),

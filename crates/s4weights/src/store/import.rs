@@ -18,7 +18,7 @@ use crate::reader::{Reader, TensorInfo};
 use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::parents::ParentCheckpoint;
-use crate::store::save::{Ready, Saved, StageSeconds, WhyBase, chain, end_of, is_parents};
+use crate::store::save::{Ready, Saved, StageSeconds, WhyBase, chain, end_of, is_parent_failure};
 use crate::writer::Writer;
 
 /// Called with the id under which a checkpoint is about to be listed, after all of it is stored and
@@ -74,7 +74,7 @@ impl CheckpointStore {
                     history.saved(&saved.checkpoint, None);
                     return Ok(saved);
                 }
-                Err(e) if parent.is_some() && is_parents(&e) => {
+                Err(e) if parent.is_some() && is_parent_failure(&e) => {
                     tracing::warn!(store = self.name(), step, error = %e, "importing as a base");
                     why_base = Some(WhyBase::Parent(e.to_string()));
                 }

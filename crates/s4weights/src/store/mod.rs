@@ -197,17 +197,17 @@ impl Drop for CheckpointStore {
             return;
         }
         let store = self.opener.store.clone();
-        let (tell, told) = std::sync::mpsc::sync_channel(1);
-        let release = async move { drop(tell.send(store.release().await)) };
+        let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+        let release = async move { drop(sender.send(store.release().await)) };
         if self.opener.bridge.spawn(release).is_err() {
             return;
         }
-        match told.recv_timeout(RELEASE) {
+        match receiver.recv_timeout(RELEASE) {
             Ok(Ok(())) => {}
             Ok(Err(e)) => {
-                tracing::error!(store = self.name(), error = %e, "at the end of the store")
+                tracing::error!(store = self.name(), error = %e, "could not release the store")
             }
-            Err(_) => tracing::warn!(store = self.name(), "its end was not waited for"),
+            Err(_) => tracing::warn!(store = self.name(), "releasing the store took too long"),
         }
     }
 }

@@ -247,8 +247,8 @@ impl CheckpointStore {
         let raw = tensors.iter().filter(held).map(|t| t.values.bytes() as usize).sum();
         match self.keep(&snapshot, raw, values) {
             Ok(Some(values)) => return Some(ParentValues::Memory(Arc::new(values))),
-            Ok(None) => tracing::debug!("later saves read this one back: it does not fit"),
-            Err(e) => tracing::debug!(error = %e, "later saves read this one back"),
+            Ok(None) => tracing::debug!("too large to keep in memory: later saves read it back"),
+            Err(e) => tracing::debug!(error = %e, "not kept in memory: later saves read it back"),
         }
         None
     }

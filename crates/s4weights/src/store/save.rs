@@ -135,9 +135,9 @@ pub enum WhyBase {
 impl std::fmt::Display for WhyBase {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Asked => f.write_str("a base was asked for"),
+            Self::Asked => f.write_str("a base was requested"),
             Self::Policy(reason) => reason.fmt(f),
-            Self::Parent(why) => write!(f, "the checkpoint before cannot be used: {why}"),
+            Self::Parent(why) => write!(f, "the previous checkpoint cannot be used: {why}"),
             Self::Begun(why) => f.write_str(why),
             Self::NothingGained => f.write_str("no tensor was smaller as a difference"),
         }
@@ -252,11 +252,11 @@ impl CheckpointStore {
                 Err(e) if request.staged.load(Ordering::Relaxed) && request.may_change() => {
                     return Err(e);
                 }
-                Err(e) if had_parent && is_parents(&e) => {
+                Err(e) if had_parent && is_parent_failure(&e) => {
                     tracing::warn!(
                         store = self.name(), step = request.step, error = %e,
-                        "the checkpoint before cannot be used: saving as a base. `s4w store verify` shows \
-                         what is damaged"
+                        "the previous checkpoint cannot be used: saving as a base. `s4w store verify` \
+                         shows what is damaged"
                     );
                     why_base = Some(WhyBase::Parent(e.to_string()));
                 }
@@ -526,7 +526,7 @@ pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Che
 }
 
 /// Whether an error is about the parent, so that saving a base would avoid it.
-pub(crate) fn is_parents(e: &Error) -> bool {
+pub(crate) fn is_parent_failure(e: &Error) -> bool {
     match e {
         Error::Parent { .. } | Error::Checkpoint { .. } | Error::Format { .. } => true,
         Error::Store { source, .. } => matches!(

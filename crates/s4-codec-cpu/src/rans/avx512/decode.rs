@@ -44,9 +44,9 @@ struct SegmentDecoder {
 }
 
 impl SegmentDecoder {
-    /// A decoder that decodes the same segment once more, into `nothing`.
-    fn repeat(self, spare: *mut Spare, nothing: &mut [u8; BLOCK]) -> Self {
-        Self { words: self.words.with_spare(spare), out: nothing.as_mut_ptr(), ..self }
+    /// A decoder that decodes the same segment once more, into `sink`.
+    fn discarding_copy(self, spare: *mut Spare, sink: &mut [u8; BLOCK]) -> Self {
+        Self { words: self.words.with_spare(spare), out: sink.as_mut_ptr(), ..self }
     }
 }
 
@@ -155,7 +155,7 @@ impl Decoder {
     ///   `out` of each are valid, and what is written of them belongs to that segment alone.
     unsafe fn advance<const N: usize>(&self, segments: &mut [SegmentDecoder]) -> Result<()> {
         let mut spares = [const { Spare::NEW }; N];
-        let mut nothing = [0; BLOCK];
+        let mut sink = [0; BLOCK];
         let spare_pointer = spares.as_mut_ptr();
         while let Some(some) =
             segments.iter().filter(|segment| segment.blocks > 0).min_by_key(|l| l.blocks)
@@ -166,10 +166,10 @@ impl Decoder {
                 _ => {
                     // SAFETY: `i < N`, the number of spares.
                     let spare = unsafe { spare_pointer.add(i) };
-                    (some.repeat(spare, &mut nothing), 0)
+                    (some.discarding_copy(spare, &mut sink), 0)
                 }
             });
-            // SAFETY: each segment writes only memory of its own, or `nothing`, which is never
+            // SAFETY: each segment writes only memory of its own, or `sink`, which is never
             // read; each has `some.blocks` blocks of room or the stride 0.
             unsafe { self.blocks(&mut work, some.blocks)? };
             for (segment, (done, stride)) in segments.iter_mut().zip(work) {

@@ -67,7 +67,7 @@ impl<'a> EncodeQueue<'a> {
                     }
                 }
                 // Every input of a group was opened.
-                Input::Late => return Err(more_than_said()),
+                Input::Late => return Err(exceeds_announced()),
             };
         }
         for (number, which, values) in std::mem::take(&mut group.moments) {
@@ -172,7 +172,7 @@ impl<'a> EncodeQueue<'a> {
         let places = levels.places(group.end() as usize);
         let answers = places.status + 4 * places.frames;
         if answers as u64 > self.session.sizes.meta {
-            return Err(more_than_said());
+            return Err(exceeds_announced());
         }
         let (slot, meta) = (&worker.slots[group.slot], self.session.meta(group.slot));
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
@@ -227,7 +227,7 @@ impl<'a> EncodeQueue<'a> {
                 Ok(values)
             }
             Input::Frames(frames) => self.decode_frames(member, &frames),
-            Input::Late => Err(more_than_said()),
+            Input::Late => Err(exceeds_announced()),
         }
     }
 }
@@ -283,7 +283,7 @@ impl<'a> EncodeQueue<'a> {
                 };
                 if memory.ordinal() != self.session.worker.device.ordinal() {
                     let what =
-                        format!("a moment on device {}, not with its weights", memory.ordinal());
+                        format!("a moment on device {}, but its weights are not", memory.ordinal());
                     return Err(GpuError::Argument(what).into());
                 }
                 let Cover { parts, wanted } = moment.cover(range.0, range.1).of(tensor)?;
@@ -302,7 +302,7 @@ impl<'a> EncodeQueue<'a> {
                 at = at.next_multiple_of(ALIGN as u64);
             }
             if at > member.work() {
-                return Err(more_than_said());
+                return Err(exceeds_announced());
             }
             group.members[number].checks[1] = (first, group.checks.len() - first);
         }
@@ -369,7 +369,7 @@ impl Group<'_> {
         let bytes = parts.iter().try_fold(0u64, |sum, part| sum.checked_add(part.0));
         let most = member.input_bytes().div_ceil(abi::COPY_SPAN_BYTES);
         if bytes != Some(member.input_bytes()) || parts.len() as u64 > most {
-            return Err(more_than_said());
+            return Err(exceeds_announced());
         }
         if values.is_fixed() {
             return Ok(());
@@ -451,8 +451,9 @@ impl<'a> Incoming<'a> {
     /// Adds values; returns their address.
     fn values(&mut self, values: Bytes) -> Result<u64> {
         let at = self.end;
-        self.end =
-            after(at, values.len()).filter(|&end| end <= self.most).ok_or_else(more_than_said)?;
+        self.end = after(at, values.len())
+            .filter(|&end| end <= self.most)
+            .ok_or_else(exceeds_announced)?;
         self.bytes.push((at, values));
         Ok(at)
     }
@@ -494,6 +495,6 @@ fn after(at: u64, len: usize) -> Option<u64> {
     at.checked_add(len as u64)?.checked_next_multiple_of(ALIGN as u64)
 }
 
-fn more_than_said() -> CudaError {
-    GpuError::Argument("more parents of chunks than were announced".into()).into()
+fn exceeds_announced() -> CudaError {
+    GpuError::Argument("more parent chunks than were announced".into()).into()
 }

@@ -126,7 +126,7 @@ impl<'a> LibraryQueue<'a> {
             }
             if taken.len() == 1 {
                 let what = format!(
-                    "a chunk that needs {} bytes of device memory, of {} that the budget has for it",
+                    "a chunk needs {} bytes of device memory, but the budget has only {} for it",
                     Places::of(&load).end,
                     self.memory
                 );

@@ -108,7 +108,7 @@ fn fits(codec: &dyn GpuCodec, needs: &Needs) -> Result<()> {
     match needs.fit(ALIGN) {
         true => Ok(()),
         false => Err(Error::unsupported(format!(
-            "codec `{}` asks for alignments of {:?}",
+            "codec `{}` needs unsupported alignments: {:?}",
             codec.id(),
             needs.alignments
         ))),

@@ -42,8 +42,8 @@ impl Gpu {
     pub(crate) fn reads(&self, closed: &ClosedCodec) -> Result<(), String> {
         match self.0.closed().iter().find(|c| c.codec == closed.codec) {
             Some(here) if here == closed => Ok(()),
-            Some(here) => Err(format!("here is version {}", here.library_major)),
-            None => Err("the library here does not read it".into()),
+            Some(here) => Err(format!("the installed version is {}", here.library_major)),
+            None => Err("the installed version does not read it".into()),
         }
     }
 

@@ -1,4 +1,4 @@
-"""Arrays of NumPy, those of `ml_dtypes` included, as tensors that files and stores keep."""
+"""Converts NumPy arrays, including those with dtypes of `ml_dtypes`, to tensors and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 
 def to_torch(values: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A copy of an array; of its bytes, in one more dimension, if PyTorch has no such dtype."""
+    """A copy of an array as a tensor; if PyTorch has no such dtype, of its bytes, in one more
+    dimension.
+    """
     values = np.array(values, order="C")
     if values.dtype.name == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)

@@ -39,7 +39,7 @@ def as_store(store: Store, options: dict[str, Any]) -> CheckpointStore:
     """The store that an adapter was given, or the one that its arguments describe."""
     if isinstance(store, CheckpointStore):
         if options:
-            raise TypeError(f"{', '.join(options)}: options of a store that is there already")
+            raise TypeError(f"{', '.join(options)}: not allowed with an existing store")
         return store
     return CheckpointStore(store, **options)
 
@@ -47,8 +47,8 @@ def as_store(store: Store, options: dict[str, Any]) -> CheckpointStore:
 def first_decides(
     work: Callable[[], Any], is_first: bool, broadcast: Callable[[list[Any]], object]
 ) -> Any:
-    """What the first process makes of it, in all of them; and what it raises. ``broadcast`` fills
-    the others' lists with the first one's.
+    """Runs ``work`` in the first process; returns its result, or raises its error, in all of them.
+    ``broadcast`` fills the other processes' lists with the first one's.
     """
     told: list[Any] = [None, None]
     if is_first:
@@ -75,5 +75,5 @@ def step_in(path: str | os.PathLike[str]) -> int:
 
 
 def absolute(url: str) -> str:
-    """A path that means the same in every folder; URLs as they are."""
+    """A path as an absolute one; a URL as it is."""
     return url if "://" in url else os.path.abspath(url)

@@ -1,8 +1,9 @@
-"""A checkpoint that is a folder of files, as one checkpoint of a store.
+"""Saves a folder of files as one checkpoint of a store.
 
-Tensors of ``.safetensors`` and ``.s4w`` files and of files of `torch.save` are kept as tensors, so that they are
-compressed as such and become deltas. Other files, and those that hold more than tensors and plain
-values, are kept as bytes. Nothing is unpickled that ``weights_only=True`` does not allow.
+Tensors in ``.safetensors`` files, ``.s4w`` files and files of `torch.save` are stored as tensors,
+so that they are compressed as such and become deltas. Other files, and those that hold more than
+tensors and plain values, are stored as bytes. Nothing is unpickled that ``weights_only=True`` does
+not allow.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .._save import save
 from .._store import CheckpointStore
 
 _KEY = "s4weights.folder"
-#: The version of how a folder is kept.
+#: The version of the form in which folders are stored.
 _VERSION = 1
 
 
@@ -33,8 +34,8 @@ def save_folder(
     blocking: bool = True,
     **how: Any,
 ) -> Any:
-    """Saves a folder, as `CheckpointStore.save_checkpoint` does with ``how``. Its files may be
-    changed or deleted as soon as this returns.
+    """Saves a folder through `CheckpointStore.save_checkpoint`, with the arguments ``how``. Its
+    files may be changed or deleted as soon as this returns.
     """
     packed = _pack(Path(folder))
     if blocking:
@@ -46,7 +47,7 @@ def save_folder(
 def restore_folder(
     store: CheckpointStore, folder: str | os.PathLike[str], step: int | str | None = None
 ) -> None:
-    """Writes a folder that `save_folder` saved. It appears whole, in place of one of that name."""
+    """Writes a folder that `save_folder` saved. It appears whole, and replaces an existing one."""
     where = f"{store.url}: step {'newest' if step is None else step}"
     packed = store.load_checkpoint(step, "cpu")
     target = Path(folder)
@@ -74,7 +75,7 @@ def _unpack(packed: Any, folder: Path, where: str) -> None:
     if not isinstance(packed, dict) or _KEY not in packed:
         raise UnsupportedFormatError(f"{where} was not saved from a folder: use load_checkpoint")
     if packed[_KEY] != _VERSION:
-        raise UnsupportedFormatError(f"{where}: a folder kept by version {packed[_KEY]!r}")
+        raise UnsupportedFormatError(f"{where}: folder format version {packed[_KEY]!r} is unknown")
     for name, kept in packed.items():
         if name == _KEY:
             continue
@@ -85,7 +86,7 @@ def _unpack(packed: Any, folder: Path, where: str) -> None:
 
 
 def _check_name(name: str, where: str) -> None:
-    """Refuses names of files that are not below the folder."""
+    """Raises for names of files that would not be below the folder."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in parts[0]:
         raise CorruptDataError(f"{where}: {name!r} is not a name of a file in a folder")
@@ -106,7 +107,7 @@ def _pack_file(path: Path) -> dict[str, Any]:
         try:
             return {"torch": torch.load(path, "cpu", weights_only=True)}
         except (pickle.UnpicklingError, RuntimeError):
-            pass  # More than tensors and plain values: kept as it is.
+            pass  # More than tensors and plain values: stored as bytes.
     raw = bytearray(path.read_bytes())
     return {"bytes": torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0).byte()}
 
@@ -126,7 +127,7 @@ def _unpack_file(kept: Any, path: Path, where: str) -> None:
     elif form == ["bytes"]:
         path.write_bytes(bytes(kept["bytes"].numpy()))
     else:
-        raise CorruptDataError(f"{where}: kept in a form that is unknown: {form!r}")
+        raise CorruptDataError(f"{where}: stored in an unknown form: {form!r}")
 
 
 def _read_safetensors(path: Path) -> dict[str, Any] | None:
@@ -135,7 +136,7 @@ def _read_safetensors(path: Path) -> dict[str, Any] | None:
     try:
         with safe_open(path, framework="pt") as file:
             names = file.keys()
-            # What it gives may be views of one mapping of the file.
+            # Cloned, since the tensors may be views of one mapping of the file.
             tensors = {name: file.get_tensor(name).clone() for name in names}
             return {"safetensors": tensors, "metadata": file.metadata()}
     except (SafetensorError, KeyError, AttributeError):

@@ -40,28 +40,28 @@ def save_state(
     blocking: bool = True,
     **options: Any,
 ) -> Pending[Any] | None:
-    """Saves what ``accelerator.save_state()`` does as a checkpoint of a store.
+    """Saves what ``accelerator.save_state()`` saves as a checkpoint in a store.
 
-    All processes call it. They write to one folder, of one machine or shared, which the first one
-    then saves. It is a temporary one, or with ``automatic_checkpoint_naming`` Accelerate's own,
-    which stays.
+    All processes must call it. They write to one folder, on one machine or shared, which the first
+    process then saves. The folder is temporary or, with ``automatic_checkpoint_naming``,
+    Accelerate's own, which is kept.
 
     Args:
         accelerator: the ``Accelerator``.
-        store: a `CheckpointStore`, or its folder or URL. With a `CheckpointStore` a save knows what
-            the previous one wrote, and need not read it back.
+        store: a `CheckpointStore`, or its folder or URL. A `CheckpointStore` remembers what the
+            previous save wrote, and need not read it back.
         step: the training step.
         metrics: as in `CheckpointStore.save_checkpoint`.
-        tags: as there.
+        tags: likewise.
         blocking: ``False`` saves in the background once the folder has been written and read.
-        options: of `CheckpointStore`, if ``store`` is none.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
 
     Returns:
-        In the first process, with ``blocking=False``: the `PendingSave`. Else ``None``.
+        In the first process, with ``blocking=False``: the `PendingSave`. Otherwise ``None``.
 
     Raises:
         StorageError: in every process, if the store cannot be written.
-        S4Error: another of its kinds.
+        S4Error: any other failure.
     """
     kept = as_store(store, options)
     temporary = _agree(accelerator, lambda: tempfile.mkdtemp(prefix="s4weights-accelerate-"))
@@ -86,20 +86,20 @@ def save_state(
 def load_state(
     accelerator: Any, store: Store, step: int | None = None, **options: Any
 ) -> int | None:
-    """Loads a checkpoint by ``accelerator.load_state()``. All processes call it.
+    """Loads a checkpoint through ``accelerator.load_state()``. All processes must call it.
 
     Args:
         accelerator: the ``Accelerator``, after ``prepare``.
         store: as in `save_state`.
         step: which checkpoint; ``None``: the newest.
-        options: of `CheckpointStore`, if ``store`` is none.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
 
     Returns:
         The step; ``None`` if none was given and the store has no checkpoint yet.
 
     Raises:
         NotFoundError: in every process: there is no such checkpoint.
-        CorruptDataError: likewise: it, or one that it needs, is damaged.
+        CorruptDataError: likewise: the checkpoint, or one that it needs, is damaged.
     """
     kept = as_store(store, options)
 
@@ -125,24 +125,24 @@ def load_state(
 
 
 def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
-    """Has ``accelerator.save_state`` write weights as ``model.s4w`` (``model_1.s4w``...), and
+    """Makes ``accelerator.save_state`` write weights as ``model.s4w`` (``model_1.s4w``...), and
     ``load_state`` read them. Folders without such a file are loaded as before.
 
     Optimizers, schedulers and random states have no hook: Accelerate writes them with `torch.save`.
 
     Args:
         accelerator: the ``Accelerator``.
-        options: of `s4weights.save`, such as ``preset``.
+        options: arguments of `s4weights.save`, such as ``preset``.
 
     Returns:
-        Two handles; ``remove()`` takes a hook away.
+        Two handles; ``remove()`` of each removes its hook.
     """
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if accelerator.is_main_process:
             for number, state in enumerate(weights):
                 save(state, _model_file(output_dir, number), **options)
-        # In place: what is left, Accelerate writes itself.
+        # Emptied in place: Accelerate itself writes what is left in the list.
         weights.clear()
         accelerator.wait_for_everyone()
 

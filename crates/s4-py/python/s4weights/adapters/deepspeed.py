@@ -31,11 +31,11 @@ logger = logging.getLogger("s4weights")
 
 
 def use_s4weights(engine: Any, **options: Any) -> S4CheckpointEngine:
-    """Has an engine that ``deepspeed.initialize`` made save and load by `S4CheckpointEngine`, whose
-    arguments these are. DeepSpeed has no setting for it.
+    """Makes an engine of ``deepspeed.initialize`` save and load through an `S4CheckpointEngine`
+    with these options. DeepSpeed has no setting for it.
 
     Raises:
-        TypeError: this is no such engine, or its own checkpoint engine decides which ranks write.
+        TypeError: it is not such an engine, or its own checkpoint engine decides which ranks write.
     """
     before = getattr(engine, "checkpoint_engine", None)
     if not isinstance(before, CheckpointEngine):
@@ -51,15 +51,16 @@ def use_s4weights(engine: Any, **options: Any) -> S4CheckpointEngine:
 class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """Writes each file of a checkpoint as ``.s4w``, under DeepSpeed's name for it.
 
-    A failure in any rank is raised in all of them, and ``latest`` keeps naming the checkpoint before.
+    A failure on any rank is raised on all of them, and ``latest`` keeps naming the previous
+    checkpoint.
 
     Args:
-        config_params: taken for the sake of DeepSpeed.
+        config_params: accepted because DeepSpeed passes it; not used.
         blocking: ``False`` writes in the background until the next gradient accumulation boundary,
-            where ``latest`` is written: DeepSpeed leaves it as it is after the last step of all.
+            where DeepSpeed updates ``latest``. It does not do so after the very last step.
         weights_only: refuse pickled code when loading. DeepSpeed does not, and its ZeRO states hold
             objects of its own, which `torch.serialization.add_safe_globals` can allow.
-        options: of `s4weights.save`, such as ``preset``.
+        options: arguments of `s4weights.save`, such as ``preset``.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._last: tuple[tuple[Any, ...], Any] | None = None
 
     def create(self, info: Any) -> None:
-        """Called in every rank before a checkpoint."""
+        """Called on every rank before a checkpoint."""
         if self._info is not None:
             self.commit(self._info)  # No boundary came between two checkpoints.
         self._info, self._failed = (None if self._blocking else info), None
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
-        """Writes a file, or begins to."""
+        """Writes a file, or starts writing it in the background."""
         try:
             if self._blocking:
                 save(state_dict, os.fspath(path), **self._options)
@@ -93,15 +94,15 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 done = save(state_dict, os.fspath(path), blocking=False, **self._options)
                 self._pending.append(done)
         except Exception as error:
-            # Other ranks wait in `commit`, so that is where all of them hear of it.
+            # The other ranks wait in `commit`, which raises the error on all of them.
             logger.error("%s: not saved: %s", path, error)
             self._failed = error
 
     def commit(self, info: Any) -> bool:
-        """Called in every rank after its files: returns once all ranks have written theirs.
+        """Called on every rank after its files: returns once all ranks have written theirs.
 
         Raises:
-            S4Error: one of them could not; it says which.
+            S4Error: a rank could not; the message says which.
         """
         self._info = None
         pending, self._pending = self._pending, []
@@ -132,7 +133,7 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return last[1]
         loaded = load(os.fspath(path), map_location, weights_only=self._weights_only)
         if callable(map_location):
-            # So it asks for weights, twice in a row: to look at them, then to load them.
+            # This is how DeepSpeed loads weights, twice in a row: to inspect and then to load them.
             self._last = key, loaded
         return loaded
 
@@ -141,10 +142,10 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return not self._blocking
 
     def get_commit_info(self) -> Any:
-        """The checkpoint that is to be committed; ``None`` if there is none."""
+        """The checkpoint that is still to be committed; ``None`` if there is none."""
         return self._info
 
     def cleanup(self) -> None:
-        """Called when the engine ends: finishes the files of a checkpoint."""
+        """Called when the engine ends: waits for the files of a checkpoint."""
         for file in self._pending:
             file.wait()

@@ -27,13 +27,14 @@ __all__ = ["StoreCallback", "get_state", "restore", "set_state"]
 
 
 class StoreCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Saves a model and its optimizer after each epoch, as the step that is the number of epochs.
+    """Saves a model and its optimizer after each epoch; the step is the number of epochs.
 
     Args:
         store: a `CheckpointStore`, or its folder or URL.
         every: epochs from one checkpoint to the next.
-        blocking: ``False`` saves in the background; errors come with the next save or at the end.
-        options: of `CheckpointStore`, if ``store`` is none.
+        blocking: ``False`` saves in the background; the next save, or the end of the training,
+            raises its error.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StoreCallback(keras.callbacks.Callback):  # type: ignore[misc]
         if self.blocking:
             self.store.save_checkpoint(state, epoch + 1, metrics)
         else:
-            # The arrays were copied already.
+            # `get_state` has copied the arrays already.
             self._pending = self.store.save_checkpoint(
                 state, epoch + 1, metrics, blocking=False, stage="lazy"
             )
@@ -81,7 +82,7 @@ def restore(store: Store, model: Any, step: int | None = None, **options: Any) -
 
     Raises:
         NotFoundError: there is no such checkpoint.
-        MismatchError: it is of another model or optimizer.
+        MismatchError: it belongs to another model or optimizer.
     """
     kept = as_store(store, options)
     step = kept.latest() if step is None else step
@@ -105,8 +106,8 @@ def get_state(model: Any) -> dict[str, Any]:
 
 
 def set_state(model: Any, state: dict[str, Any]) -> None:
-    """Assigns the values of `get_state` to the variables of a model, one after the other: Keras
-    gives the layers of two models different names.
+    """Assigns the values of `get_state` to the variables of a model, in order and not by name:
+    Keras gives the layers of two models different names.
 
     Raises:
         MismatchError: the model has other variables.

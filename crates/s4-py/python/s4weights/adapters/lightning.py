@@ -60,7 +60,7 @@ class _Running(Protocol):
 
 
 class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Runs one save at a time, and removes what Lightning wants removed after it."""
+    """Runs one save at a time, and afterwards removes what Lightning wants removed."""
 
     def __init__(self, blocking: bool) -> None:
         self.blocking = blocking
@@ -69,7 +69,7 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
         self._later: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # What runs in the background stays with this process.
+        # Background saves stay with this process.
         return {**self.__dict__, "_running": None, "_later": []}
 
     def load_checkpoint(
@@ -78,26 +78,28 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint at a path. One that `torch.save` wrote is loaded as well."""
+        """Loads the checkpoint at a path, which may also be one that `torch.save` wrote."""
         self._settle()
         found: dict[str, Any] = _load(os.fspath(path), self.store, map_location, weights_only)
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint: if a save runs, which may replace it, once that has succeeded."""
+        """Removes a checkpoint. While a save is running, which may replace it, this is postponed
+        until that has succeeded.
+        """
         self._later.append(functools.partial(self._remove, os.fspath(path)))
         if self._running is None or self._running.done():
             self._settle()
 
     def teardown(self) -> None:
-        """Waits for the save in the background, and raises what it failed with."""
+        """Waits for the background save, and raises its error if it failed."""
         self._settle()
 
     def _settle(self) -> None:
         running, self._running = self._running, None
         later, self._later = self._later, []
         if running is not None:
-            running.wait()  # If it failed, nothing is removed: that may be the newest there is.
+            running.wait()  # If it failed, nothing is removed: the old one may be the newest left.
         for work in later:
             work()
 
@@ -113,8 +115,9 @@ class FileCheckpointIO(_CheckpointIO):
     """Checkpoints as ``.s4w`` files, under the paths that Lightning chooses.
 
     Args:
-        blocking: ``False`` saves in the background; errors come with the next save or at the end.
-        options: of `s4weights.save`, such as ``preset``.
+        blocking: ``False`` saves in the background; the next save, or the end of the training,
+            raises its error.
+        options: arguments of `s4weights.save`, such as ``preset``.
     """
 
     def __init__(self, *, blocking: bool = True, **options: Any) -> None:
@@ -149,14 +152,15 @@ class FileCheckpointIO(_CheckpointIO):
 class StoreCheckpointIO(_CheckpointIO):
     """Checkpoints in a `CheckpointStore`, most as deltas of an earlier one.
 
-    At the paths that Lightning chooses lie small files that name them, so that
+    The paths that Lightning chooses get small files that name the checkpoints, so that
     ``ckpt_path="last"``, ``"best"`` or a path find them. What Lightning removes is deleted from the
     store, once no other checkpoint is a delta of it.
 
     Args:
         store: a `CheckpointStore`, or its folder or URL.
-        blocking: ``False`` saves in the background; errors come with the next save or at the end.
-        options: of `CheckpointStore`, if ``store`` is none.
+        blocking: ``False`` saves in the background; the next save, or the end of the training,
+            raises its error.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
     """
 
     store: CheckpointStore
@@ -172,7 +176,9 @@ class StoreCheckpointIO(_CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Saves as the step that the checkpoint holds (``global_step``), or its path ends with."""
+        """Saves as the checkpoint's ``global_step`` or, without one, the step that its path ends
+        with.
+        """
         if storage_options is not None:
             raise TypeError("storage_options: give them to the store")
         self._settle()
@@ -192,8 +198,8 @@ class StoreCheckpointIO(_CheckpointIO):
             self._settle()
 
     def restore(self, folder: str | os.PathLike[str], step: int | None = None) -> str:
-        """Writes the small file for a checkpoint of the store, the newest if no step is given, on
-        a machine that does not have it. Returns its path, for ``ckpt_path=``.
+        """Writes the small file for a checkpoint of the store (the newest if no step is given), on
+        a machine that does not have that file. Returns its path, for ``ckpt_path=``.
         """
         entry = self.store._find(step)
         path = os.path.join(os.fspath(folder), f"step={entry.step}.ckpt")
@@ -213,7 +219,7 @@ class StoreCheckpointIO(_CheckpointIO):
         os.replace(part, name)
 
     def _marked(self, path: str) -> str | None:
-        """The checkpoint of this store that a path stands for."""
+        """The id of the checkpoint of this store that a path stands for."""
         mark = None if os.path.islink(path) else _mark_at(path)
         return mark.id if mark is not None and mark.store == absolute(self.store.url) else None
 
@@ -230,14 +236,14 @@ class StoreCheckpointIO(_CheckpointIO):
             try:
                 self.store.delete(unwanted)
             except ConflictError:
-                continue  # Another one is a delta of it, or somebody has pinned it.
+                continue  # Another one is a delta of it, or it is pinned.
             except NotFoundError:
                 pass
             self._unwanted.remove(unwanted)
 
 
 class _Marking:
-    """A save in the background, until the file that names the checkpoint is there as well."""
+    """A background save that ends once the file that names the checkpoint is written as well."""
 
     def __init__(self, pending: Pending[Any], mark: Callable[[Any], None]) -> None:
         self._pending, self._mark = pending, mark
@@ -247,7 +253,7 @@ class _Marking:
 
     def _run(self, committed: Future[Any]) -> None:
         try:
-            # Asked in this way its error does not count as seen.
+            # Unlike `exception()`, this does not count as having seen the error.
             if Future.exception(committed) is None:
                 self._mark(Future.result(committed))
         except BaseException as error:
@@ -272,16 +278,16 @@ def load_from_checkpoint(
     store: CheckpointStore | None = None,
     **arguments: Any,
 ) -> Any:
-    """``module.load_from_checkpoint(path, **arguments)`` of what these classes have saved.
+    """``module.load_from_checkpoint(path, **arguments)`` for what these classes have saved.
 
-    Lightning's method would read the file itself, with `torch.load`. This hands it the checkpoint
-    as a stream in host memory, which takes its size twice.
+    Lightning's method would read the file itself, with `torch.load`. This passes it the checkpoint
+    as a stream in host memory, which takes twice the checkpoint's size.
 
     Args:
         module: a `LightningModule` class.
-        path: as Lightning calls it.
-        store: where the checkpoint is, if opening that store takes options.
-        arguments: of the method.
+        path: the path that Lightning chose for the checkpoint.
+        store: the store that has the checkpoint, if it can only be opened with options.
+        arguments: arguments of the method.
     """
     checkpoint = _load(os.fspath(path), store, "cpu", arguments.get("weights_only"))
     stream = io.BytesIO()
@@ -291,7 +297,7 @@ def load_from_checkpoint(
 
 
 class _Mark(NamedTuple):
-    """What a file says that stands for a checkpoint in a store."""
+    """The contents of a file that stands for a checkpoint in a store."""
 
     store: str
     id: str

@@ -29,7 +29,7 @@ from ..dcp import StorageReader, StorageWriter  # noqa: E402
 
 __all__ = ["LoadStrategy", "SaveStrategy"]
 
-#: The key of what is not sharded.
+#: The key of the state that is not sharded.
 _COMMON = "common_state"
 
 
@@ -41,7 +41,7 @@ class SaveStrategy(_strategies.TorchDistSaveShardedStrategy):  # type: ignore[mi
 
     Args:
         store: a `CheckpointStore`, or its folder or URL.
-        options: of `CheckpointStore`, if ``store`` is none.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
@@ -49,7 +49,7 @@ class SaveStrategy(_strategies.TorchDistSaveShardedStrategy):  # type: ignore[mi
         self.store = as_store(store, options)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-        """Called by ``dist_checkpointing.save``, in every rank."""
+        """Called by ``dist_checkpointing.save``, on every rank."""
         sharded = dict(sharded_state_dict)
         common = sharded.pop(_COMMON, None)
         if common is not None and torch.distributed.get_rank() == 0:
@@ -71,7 +71,7 @@ class SaveStrategy(_strategies.TorchDistSaveShardedStrategy):  # type: ignore[mi
     def async_save(
         self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "nvrx"
     ) -> Any:
-        """Called for a save in the background: saves at once, and leaves the commit to do."""
+        """Called for a background save: saves before it returns; only the commit is left then."""
         self.save(sharded_state_dict, checkpoint_dir)
         return AsyncRequest(None, (), [])
 
@@ -91,7 +91,7 @@ class LoadStrategy(_strategies.TorchDistLoadShardedStrategy):  # type: ignore[mi
     def load(
         self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore"
     ) -> Any:
-        """Called by ``dist_checkpointing.load``, in every rank."""
+        """Called by ``dist_checkpointing.load``, on every rank."""
         with self._reading(checkpoint_dir):
             return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
 
@@ -101,13 +101,15 @@ class LoadStrategy(_strategies.TorchDistLoadShardedStrategy):  # type: ignore[mi
             return super().load_tensors_metadata(checkpoint_dir, metadata)
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        """The same, with objects that are no tensors."""
+        """As `load_tensors_metadata`, including objects that are not tensors."""
         with self._reading(checkpoint_dir):
             return super().load_sharded_metadata(checkpoint_dir)
 
     @contextlib.contextmanager
     def _reading(self, checkpoint_dir: Any) -> Iterator[None]:
-        """Has Megatron-Core's strategy read the store: it takes its reader from a function."""
+        """Makes Megatron-Core's strategy read the store: replaces the function that it gets its
+        reader from.
+        """
         reader = StorageReader(self.store, step=step_in(checkpoint_dir))
         before = _strategies._get_filesystem_reader
         _strategies._get_filesystem_reader = lambda *_, **__: reader

@@ -34,11 +34,11 @@ _FILE = "tree.s4w"
 
 
 class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Keeps a PyTree in one ``.s4w`` file. Steps, retention, commits and saves in the background
-    are Orbax's. It works where one process can reach all arrays, whatever they are sharded over.
+    """Keeps a PyTree in one ``.s4w`` file. Steps, retention, commits and background saves are
+    Orbax's. It requires that one process can reach all arrays, however they are sharded.
 
     Args:
-        options: of `s4weights.save`, such as ``preset``.
+        options: arguments of `s4weights.save`, such as ``preset``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -63,7 +63,7 @@ class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         """Called by Orbax: reads a tree.
 
         Raises:
-            MismatchError: it is not of the structure, shapes and dtypes that are wanted.
+            MismatchError: it does not have the structure, shapes and dtypes of ``args``.
         """
         packed = load(str(directory / _FILE), "cpu")
         return _unpack(packed, None if args is None else args.item, str(directory))
@@ -87,16 +87,16 @@ class S4Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What to restore.
 
     Attributes:
-        item: a PyTree of that structure. Its arrays, or their ``jax.ShapeDtypeStruct``, say where
-            to put each. ``None``: a dict from each leaf's path (``"['params']['w']"``) to its value,
-            arrays on the default device.
+        item: a PyTree of the saved structure. Its arrays, or the ``jax.ShapeDtypeStruct`` in their
+            place, say where to put each. ``None``: the result is a dict from each leaf's path
+            (``"['params']['w']"``) to its value, with arrays on the default device.
     """
 
     item: Any = None
 
 
 def _pack(tree: Any) -> dict[str, Any]:
-    """Leaves by their paths, as plain values and tensors of the host."""
+    """The leaves by their paths, as plain values and tensors in host memory."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path): _pack_leaf(leaf, path) for path, leaf in leaves}
 

@@ -32,21 +32,21 @@ __all__ = ["StoreUpload", "restored"]
 
 
 class StoreUpload:
-    """The ``checkpoint_upload_fn`` of ``ray.train.report``: saves each reported folder to a store,
-    most of it as deltas, and has Ray keep a small folder that names it.
+    """A ``checkpoint_upload_fn`` for ``ray.train.report``: saves each reported folder to a store,
+    most of it as deltas. Ray only keeps a small folder that names the checkpoint.
 
     Each worker that reports checkpoints has a store of its own, ``rank-0`` and so on, below the URL.
 
     Args:
         store: the folder or URL below which the stores are, or a `CheckpointStore` there.
-        options: of `CheckpointStore`, if ``store`` is none.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
         given = as_store(store, options)
         self._arguments = {
             **given._arguments,
-            "url": absolute(given.url),  # Workers are in folders of their own.
+            "url": absolute(given.url),  # Each worker has its own working directory.
             "retention": given.retention,
         }
         self._stores: dict[int, CheckpointStore] = {}
@@ -76,22 +76,23 @@ class StoreUpload:
 
 @contextlib.contextmanager
 def restored(checkpoint: Any, rank: int | None = None, **options: Any) -> Iterator[Path]:
-    """The folder that a worker reported, as a temporary one, from the checkpoint that Ray kept.
+    """Restores the folder that a worker reported as a temporary folder, given the checkpoint that
+    Ray kept.
 
     Args:
-        checkpoint: from ``ray.train.get_checkpoint()``, or a result's.
-        rank: of the worker that reported it; ``None``: this worker's, or the first one's if it
+        checkpoint: from ``ray.train.get_checkpoint()``, or that of a result.
+        rank: the rank of the worker that reported it; ``None``: this worker's, or 0 if this worker
             reported nothing.
-        options: of `CheckpointStore`, to open the store.
+        options: arguments of `CheckpointStore`, to open the store.
 
     Raises:
-        NotFoundError: Ray's checkpoint names none of a store, or the store does not have it.
+        NotFoundError: Ray's checkpoint does not name one of a store, or the store does not have it.
     """
     with checkpoint.as_directory() as kept, tempfile.TemporaryDirectory() as temporary:
         wanted = [rank] if rank is not None else [_this_rank(), 0]
         marks = [path for r in wanted if (path := Path(kept, _name(r))).exists()]
         if not marks:
-            raise NotFoundError(2, "Ray's checkpoint names none of a store", str(checkpoint.path))
+            raise NotFoundError(2, "Ray's checkpoint does not point to a store", str(checkpoint.path))
         mark = json.loads(marks[0].read_text(encoding="utf-8"))["s4weights"]
         folder = Path(temporary, "checkpoint")
         with CheckpointStore(mark["store"], read_only=True, **options) as store:

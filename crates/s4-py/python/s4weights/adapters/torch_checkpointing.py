@@ -33,7 +33,7 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig 
 
 __all__ = ["S4Storage", "S4StorageConfig"]
 
-#: Files that are kept as torch_checkpointing wants them, while it reads them.
+#: The most files that are kept in memory in the form that torch_checkpointing reads.
 _KEPT = 2
 
 
@@ -47,7 +47,7 @@ class S4StorageConfig(StorageConfig):  # type: ignore[misc]
     """Makes an `S4Storage`; it can be pickled.
 
     Attributes:
-        inner: where files go.
+        inner: the storage that holds the files.
         preset: as in `s4weights.save`.
         threads: likewise.
         weights_only: refuse files that hold more than tensors and plain values. torch_checkpointing
@@ -65,8 +65,8 @@ class S4StorageConfig(StorageConfig):  # type: ignore[misc]
 
 
 class S4Storage(Storage):  # type: ignore[misc]
-    """Another storage, in which files that `torch.save` would write are ``.s4w`` files. Those of
-    other formats are left alone, and so are files that are there already.
+    """Wraps another storage, and writes what `torch.save` would write as ``.s4w`` files. Files of
+    other formats are left alone, and so are existing files.
     """
 
     def __init__(self, config: S4StorageConfig) -> None:
@@ -76,12 +76,12 @@ class S4Storage(Storage):  # type: ignore[misc]
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
-        """Writes an object; what is written to the stream, its `torch.save` form, goes nowhere."""
+        """Writes an object. The stream discards what is written to it, its `torch.save` form."""
         how = {"preset": self._config.preset, "threads": self._config.threads}
         return _Sink(self._inner.stream_write(path), data, how)
 
     def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
-        """A file as torch_checkpointing wants it."""
+        """A file in the form that torch_checkpointing reads."""
         found = self._as_torch(path)
         if found is None:
             stream: io.RawIOBase = self._inner.stream_read(path, read_args)
@@ -89,12 +89,12 @@ class S4Storage(Storage):  # type: ignore[misc]
         return io.BytesIO(found)  # type: ignore[return-value]
 
     def getsize(self, path: Path) -> int:
-        """The size of a file as torch_checkpointing reads it."""
+        """The size of a file in the form that torch_checkpointing reads."""
         found = self._as_torch(path)
         return self._inner.getsize(path) if found is None else len(found)
 
     def _as_torch(self, path: Path) -> bytes | None:
-        """The bytes of `torch.save` for a ``.s4w`` file; ``None`` for others."""
+        """The bytes that `torch.save` would write for a ``.s4w`` file; ``None`` for other files."""
         key = (str(path), self._inner.getsize(path))
         with self._lock:
             if key in self._kept:
@@ -163,7 +163,7 @@ class S4Storage(Storage):  # type: ignore[misc]
 
 
 class _Sink(io.IOBase):
-    """Writes the object when it is entered, and swallows what `torch.save` makes of it."""
+    """Writes the object when it is entered, and discards what `torch.save` writes."""
 
     def __init__(self, target: Any, data: object, how: dict[str, Any]) -> None:
         self._target, self._data, self._how = target, data, how

@@ -30,13 +30,13 @@ __all__ = ["StoreCheckpointManager"]
 
 
 class StoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's own manager, with a store in place of folders ``step-N``. Of these the store
-    keeps as many as ``keep_latest_k`` says. Hugging Face checkpoints remain folders.
+    """torchtitan's own manager, with a store in place of the folders ``step-N``. The store keeps as
+    many checkpoints as ``keep_latest_k`` says. Hugging Face checkpoints remain folders.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """That of ``CheckpointManager``, and more."""
+        """The configuration of ``CheckpointManager``, with more fields."""
 
         store: str = ""
         """Folder or URL of the store; if empty, the checkpoint folder."""
@@ -64,7 +64,7 @@ class StoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
-        # One for each save: one in the background goes on with its own.
+        # A new one for each save: a background save keeps using its own.
         writer = StorageWriter(self._store, step=step_in(checkpoint_id))
         done = None
         if async_mode == AsyncMode.DISABLED:
@@ -114,7 +114,7 @@ class StoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
         return found if folder else max([found, *self._steps()])
 
     def _step_of(self, checkpoint_id: str) -> int | None:
-        """The step of the store that is meant by one of the manager's paths."""
+        """The step of the store that a path of the manager's stands for, if there is one."""
         steps = self._steps()
         return next((n for n in steps if self._create_checkpoint_id(n) == checkpoint_id), None)
 

@@ -31,15 +31,15 @@ __all__ = ["StoreCallback", "restore"]
 class StoreCallback(TrainerCallback):  # type: ignore[misc]
     """Saves each checkpoint folder of a ``Trainer`` to a store, most of it as deltas.
 
-    With several processes the first one saves, when all have written their files, which it must be
-    able to read: the folder is on one machine, or shared.
+    With several processes, the first one saves when all have written their files. It must be able
+    to read all of them: the folder is on one machine, or shared.
 
     Args:
         store: a `CheckpointStore`, or its folder or URL.
-        blocking: ``False`` saves in the background, once the folder has been read; errors come with
-            the next save or at the end of the training.
+        blocking: ``False`` saves in the background, once the folder has been read; the next save,
+            or the end of the training, raises its error.
         keep_folders: ``False`` deletes each folder once the store has it. `restore` brings it back.
-        options: of `CheckpointStore`, if ``store`` is none.
+        options: arguments of `CheckpointStore`, if ``store`` is not one.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Called by the trainer."""
         if args.load_best_model_at_end and not self.keep_folders:
-            raise ValueError("load_best_model_at_end reads a folder: keep_folders=True")
+            raise ValueError("load_best_model_at_end reads a folder: set keep_folders=True")
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Called by the trainer, on every process, when it has written a checkpoint."""
@@ -95,8 +95,8 @@ def restore(
 ) -> str | None:
     """Writes a checkpoint folder back, for ``trainer.train(resume_from_checkpoint=...)``.
 
-    With several processes all of them call it, after they made their ``TrainingArguments``; the
-    first one writes.
+    With several processes, all of them must call it, after creating their ``TrainingArguments``;
+    the first one writes.
 
     Args:
         store: as in `StoreCallback`.
@@ -109,11 +109,11 @@ def restore(
 
     Raises:
         NotFoundError: there is no such checkpoint.
-        CorruptDataError: it, or one that it needs, is damaged.
+        CorruptDataError: the checkpoint, or one that it needs, is damaged.
     """
     many = dist.is_available() and dist.is_initialized()
     if not many and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("restore: make the TrainingArguments first, they connect the processes")
+        raise RuntimeError("restore: create TrainingArguments first; they connect the processes")
     kept = as_store(store, options)
 
     def write() -> str | None:
@@ -135,7 +135,7 @@ def _folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
 
 
 def _metrics(state: Any) -> dict[str, float]:
-    """What the trainer has logged of this step: losses, scores."""
+    """What the trainer has logged for this step: losses, scores."""
     found: dict[str, float] = {}
     for logged in state.log_history:
         if logged.get("step") == state.global_step:

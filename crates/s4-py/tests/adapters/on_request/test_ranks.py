@@ -58,7 +58,7 @@ def trainer_run(folder: str, resume: str) -> None:
 
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if resume:
-        with pytest.raises(RuntimeError, match="make the TrainingArguments first"):
+        with pytest.raises(RuntimeError, match="create TrainingArguments first"):
             restore(f"{folder}/store", f"{folder}/out")
     trainer = trainer_of(Path(folder), StoreCallback(f"{folder}/store", keep_folders=False))
     assert trainer.args.world_size == 2
