@@ -2,13 +2,13 @@
 // Included by the kernels themselves; it is plain C++17 without host headers, so that NVRTC, nvcc and a
 // host compiler read it alike. All integers are little-endian; a structure has no hidden padding.
 //
-// All pointers are device-accessible addresses (device memory, or mapped host memory where said). The
+// All pointers are device-accessible addresses (device memory, or mapped host memory where stated). The
 // kernels allocate nothing, keep no state, know no names and never wait for the host. Every grid and
 // block is one-dimensional; no launch uses dynamic shared memory.
 //
-// ENCODE a batch of chunks, of any tensors. The host sorts the batch so that each of the kinds below is
-// one run of it, uploads the `EncodeChunk`s, and enqueues on one stream (`c`, `r` point to the first
-// chunk and result of the run; `chunks`, `results` to the first of the batch):
+// ENCODE a batch of chunks, of any tensors. The host sorts the batch by kind (see below), so that the chunks
+// of a kind form one run, uploads the `EncodeChunk`s, and enqueues on one stream (`c`, `r` point to the
+// first chunk and result of the run; `chunks`, `results` to the first of the batch):
 //
 //   1. s4_encode_fused_w2 (c, r)                           grid = chunks of the run, block = kFusedThreads2
 //      s4_encode_fused_w4 (c, r)                           grid = chunks of the run, block = kFusedThreads4
@@ -22,12 +22,12 @@
 //      s4_gather_composed (c, r, frames, capacity)         all others
 //   4. s4_encode_crcs (chunks, results, frames, capacity)  grid = 2 x count, block = kCrcThreads
 //
-// Afterwards `results` holds one `EncodeResult` for each chunk, `*total` the bytes of `frames` in use, and
-// `frames` the frames, consecutive and in the order of the batch, each at a multiple of 16, gaps
-// zero. `frames` is 16-byte aligned; it may be mapped host memory for 3., but 4. reads it again. A
-// capacity of the sum of `round_up(n * width, 16)` over the batch is always enough; of a frame that
-// passes `capacity` nothing is written, and its status becomes `kNoRoom`. `scratch` and the values are in
-// use until 4. is done. Which kind a chunk is:
+// Afterwards `results` holds one `EncodeResult` for each chunk, `*total` the number of bytes of `frames` in
+// use, and `frames` the frames, consecutive in the order of the batch, each at a multiple of 16, with zeros
+// in the gaps. `frames` is 16-byte aligned; it may be mapped host memory for 3., but 4. reads it again. A
+// capacity of the sum of `round_up(n * width, 16)` over the batch is always enough; a frame that would pass
+// `capacity` is not written at all, and its status becomes `kNoRoom`. `scratch` and the values are in use
+// until 4. is done. The kinds of chunks:
 //
 //   fused w2, w4   layout `fields`, width 2 or 4, residual `id`, coding rANS P = 8 for plane 0 and raw for
 //                  all others, at most kFusedValues2 or kFusedValues4 values
@@ -35,11 +35,11 @@
 //   residual       the same with residual `xor` or `sub`. Their planes are coded as the CPU's engine codes
 //                  differences: all symbols are counted, and long planes have longer segments.
 //   predicted      any `Prediction`, any residual but `descent`, contexts `exponent` (slower where the others will do)
-//   update         residual `descent` from an input, contexts `update`, layout `bytes`. A plane that has shared tables is
-//                  coded with these, whatever its own would be.
-//   neither        codecs and layouts that are not listed here (zstd, token): the CPU's
+//   update         residual `descent` from an input, contexts `update`, layout `bytes`. A plane that has shared tables
+//                  always uses them: they are not compared with tables of its own.
+//   none           codecs and layouts that are not listed here (zstd, token): the CPU encodes these
 //
-// DECODE a batch, sorted by kind alike:
+// DECODE a batch, also sorted by kind:
 //
 //   1. s4_check_frames (chunks, status)                    grid = count, block = kCrcThreads
 //   2. s4_decode_fused_w2 (c, s)                           grid = chunks of the run, block = kFusedThreads2
@@ -49,14 +49,14 @@
 //      s4_decode_update (c, s)                             grid = chunks of the run, block = kComposedThreads
 //   3. s4_check_values (chunks, status)                    grid = count, block = kCrcThreads
 //
-// The parent of a chunk may be its `values` themselves, which are replaced then.
+// A chunk's parent may be its own `values`, which are then overwritten.
 //
 // 1. sets every `status[i]`; a host that has checked the frames itself clears the array instead. A chunk
-// whose status is not `kOk` is skipped by what follows. The host finds the streams of a frame
+// whose status is not `kOk` is skipped by later steps. The host finds the streams of a frame
 // (`StreamEntry::parse_chunk`) and puts them into `DecodeChunk::streams`; every offset and length must lie
 // within the frame. What the streams hold is checked here: whatever their bytes, nothing outside of the
-// chunk's own frame, tables, scratch and values is touched. A host that meets `kCorrupt` or
-// `kUnsupported` has the CPU decode the chunk, for an error that says why. Which kind a chunk is:
+// chunk's own frame, tables, scratch and values is touched. On `kCorrupt` or `kUnsupported` the host lets
+// the CPU decode the chunk, for an error that says why. The kinds of chunks:
 //
 //   fused w2, w4   not plain, layout `fields`, width 2 or 4, residual `id`, stream 0 `rans` P = 8, all
 //                  others `raw`, at most kFusedDecodeValues values
@@ -65,14 +65,14 @@
 //   predicted      any `Prediction`, any residual but `descent`, several tables a plane
 //   update         residual `descent` from an input, contexts `update`, layout `bytes`
 //
-// The kernels `predicted` and `update` find what they predict from in the descriptors' last fields; the others use the parent
-// (input 0) and one table a plane, and ignore the rest. docs/gpu-kernels.md says what they are instances of.
+// The kernels `predicted` and `update` take their inputs from the descriptors' last fields; the others use only the
+// parent (input 0) and one table a plane. docs/gpu-kernels.md says what the kernels are instances of.
 //
 // OTHERS:
-//   s4_copy_spans (spans)         grid = spans, block = kCopyThreads: packs small tensors and takes them
-//                                 apart again. One block copies a span: keep them below 1 MiB.
-//   s4_copy_rows (rows)           grid = descriptors, block = kCopyThreads: brings samples together. A warp copies a
-//                                 row: keep them below 64 KiB, and all rows of a descriptor below 1 MiB.
+//   s4_copy_spans (spans)         grid = spans, block = kCopyThreads: packs small tensors and
+//                                 unpacks them. One block copies a span: keep spans below 1 MiB.
+//   s4_copy_rows (rows)           grid = descriptors, block = kCopyThreads: gathers samples. A warp copies a row:
+//                                 keep rows below 64 KiB, and all rows of a descriptor below 1 MiB.
 //   s4_crc_spans (spans, crcs)    grid = spans, block = kCrcThreads: CRC-32C of each span.
 #pragma once
 
@@ -94,14 +94,14 @@ enum Layout : u8 { kWhole = 0, kBytes = 1, kFields = 2, kFieldsSign = 3 };
 enum Residual : u8 { kId = 0, kXor = 1, kSub = 2, kMagnitude = 3, kDescent = 4 };
 enum Codec : u8 { kRaw = 0, kConst = 1, kBits = 2, kRans = 3 };
 
-// What a value is expected to be, for the kernels `predicted`. They know a tensor's predictor by this alone.
+// How the kernels `predicted` predict a value: all that they know of a tensor's predictor.
 enum Prediction : u8 {
   kPredictNothing = 0,   // residual `id`
   kPredictInput = 1,     // the value of input kParent at the same index
-  kPredictBf16 = 2,      // that of input kParent, n fp32 values, rounded to bf16
-  kPredictF16 = 3,       // rounded to fp16
+  kPredictBf16 = 2,      // the value of input kParent (n fp32 values), rounded to bf16
+  kPredictF16 = 3,       // the same, rounded to fp16
   kPredictOffsets = 4,   // the sum of the offsets of its row and column, input kOffsets
-  kPredictBlend = 5,     // that, and a share of the magnitude of input kParent
+  kPredictBlend = 5,     // that sum, plus a share of the magnitude of input kParent
 };
 
 // Contexts of docs/format.md.
@@ -114,8 +114,8 @@ enum Coding : u8 { kCodeRaw = 0, kCodeBits7 = 7, kCodeRans8 = 8, kCodeRans12 = 1
 
 enum Status : u32 {
   kOk = 0,
-  kCorrupt = 1,        // streams that are no streams
-  kUnsupported = 2,    // sound perhaps, but not for these kernels; or a descriptor that is out of range
+  kCorrupt = 1,        // invalid streams
+  kUnsupported = 2,    // perhaps valid, but not handled by these kernels; or a descriptor that is out of range
   kFrameChecksum = 3,  // the stored bytes are not those that were written
   kValueChecksum = 4,  // the decoded values are not those that were encoded
   kNoRoom = 5,         // encode: the frame passes `capacity`
@@ -136,19 +136,19 @@ constexpr u32 kFusedDecodeValues = 1u << 18;
 constexpr u32 kMaxPlaneBytes = 512u << 10;   // n * width of a chunk, encode
 constexpr u32 kMaxDecodeBytes = 2048u << 10;  // n * width of a chunk, decode
 
-// A table that the chunks of a tensor share, for one plane: valid (the host has made or parsed it), with
-// slots in this order behind those of the escape. `precision` 0: the plane has none.
+// A table that the chunks of a tensor share, for one plane. It is valid, since the host made or parsed it.
+// Symbols own slots in this order, after the escape's. `precision` 0: the plane has none.
 struct SharedTable {
   u16 precision;  // 0, 8 or 12
   u16 count;      // symbols
-  u16 escape;     // frequency of the escape; an encoder uses no table that lacks one and a symbol
+  u16 escape;     // frequency of the escape; an encoder ignores a table that has none and lacks a symbol
   u16 reserved;
   u8 symbol[256];
   u16 freq[256];
 };
 static_assert(sizeof(SharedTable) == 776, "");  // 16 of them: a multiple of 16 bytes
 
-// The tables that the streams of one plane may share. None: a null pointer, and 0 of them.
+// The tables that the streams of one plane may share. If there are none: a null pointer, and count 0.
 struct TableSet {
   const SharedTable* at;  // 8-byte aligned
   u32 count;              // at most kMaxTables
@@ -156,23 +156,23 @@ struct TableSet {
 };
 static_assert(sizeof(TableSet) == 16, "");
 
-// Of a chunk's inputs:
+// Indices of a chunk's inputs:
 constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
-constexpr u32 kOffsets = 1;   // of kPredictOffsets, kPredictBlend: `Offsets`, 8-byte aligned
-constexpr u32 kColumns = 2;   // and the offsets of the columns, 16-byte aligned
-constexpr u32 kFirst = 1;     // of kContextsUpdate: the first moment's values, n of them at any address
-constexpr u32 kSecond = 2;    // those of the second
-constexpr u32 kUpdate = 3;    // and `Update`, 8-byte aligned
+constexpr u32 kOffsets = 1;   // for kPredictOffsets, kPredictBlend: `Offsets`, 8-byte aligned
+constexpr u32 kColumns = 2;   // for the same: the columns' offsets, 16-byte aligned
+constexpr u32 kFirst = 1;     // for kContextsUpdate: the n values of the first moment, at any address
+constexpr u32 kSecond = 2;    // for the same: the n values of the second moment, at any address
+constexpr u32 kUpdate = 3;    // for the same: `Update`, 8-byte aligned
 
-// What the offsets of rows and columns are added to. Behind it are those of the rows, at least of those that the chunk
-// has values in. Offsets have 2 bytes, and a sign. Rows are a tensor's values, `cols` at a time.
+// How the offsets of rows and columns are used. The rows' offsets follow this structure, at least for the rows that the
+// chunk has values in. Offsets are signed 16-bit integers. A row is `cols` consecutive values of the tensor.
 struct Offsets {
   u64 base;
-  u64 first;  // index of the chunk's first value, from the first of these rows on
+  u64 first;  // index of the chunk's first value, counted from the start of the first of these rows
   u32 shift;  // below 8 * width
   u32 rows;
   u32 cols;   // below 2^31
-  u32 share;  // of kPredictBlend: 256ths of the parent's magnitude, below 256
+  u32 share;  // for kPredictBlend: 256ths of the parent's magnitude, below 256
 };
 static_assert(sizeof(Offsets) == 32, "");
 constexpr int kNoRow = -32768;  // the offset of a row whose values are expected to be zero
@@ -182,11 +182,11 @@ constexpr u8 kBFloat16 = 1;
 constexpr u8 kFloat16 = 2;
 constexpr u8 kFloat32 = 3;
 
-// How updates become classes (docs/predictors/update.md), and of which types weights and moments are.
+// How updates become classes (docs/predictors/update.md), and the types of weights and moments.
 struct Update {
   short floor, offset;
   u8 weight, first, second;
-  u8 one_table;  // planes that have no contexts, as bits; a stream says it itself
+  u8 one_table;  // for an encoder: bit i: plane i has no contexts; a decoder finds out from the stream
 };
 static_assert(sizeof(Update) == 8, "");
 
@@ -204,8 +204,8 @@ struct EncodeChunk {
   u8 coding[kMaxPlanes];      // `Coding` of each plane
   u32 flags;
   u8 prediction;              // predicted: `Prediction`; update: kPredictInput
-  u8 sparse;                  // predicted: 1: counted and cut as differences from a parent are
-  u8 class_top, class_shift;  // of contexts
+  u8 sparse;                  // predicted: 1 to count and cut into segments as for differences from a parent
+  u8 class_top, class_shift;  // for kContextsExponent
   const u8* inputs[kMaxInputs];  // what the values are predicted from
   u64 first;                  // index of the first value in its tensor
   u64 cols;                   // values in a row of the tensor, its last dimension
@@ -213,7 +213,7 @@ struct EncodeChunk {
 };
 static_assert(sizeof(EncodeChunk) == 216, "");
 
-// A stream of a frame, as the frame's header has it.
+// A stream's entry in the header of a frame.
 struct StreamEntry {
   u8 codec;   // `Codec`
   u8 param;
@@ -222,12 +222,12 @@ struct StreamEntry {
 };
 static_assert(sizeof(StreamEntry) == 8, "");
 
-// What a chunk became, 8-byte aligned. All of it is written.
+// The outcome of encoding a chunk, 8-byte aligned. All fields are written.
 struct EncodeResult {
   u64 offset;       // of the frame in `frames`
   u32 len;          // bytes of the frame
   u32 crc_encoded;  // first checksum of docs/format.md: header and coded streams; plain: as crc_raw
-  u32 crc_raw;      // CRC-32C of the values (of the parent's difference, too: of the values)
+  u32 crc_raw;      // CRC-32C of the values, also if what is stored are residuals
   u8 plain;         // 1: the frame is the values as they are, and there are no streams
   u8 shared;        // 1: a stream uses one of `tables`
   u8 streams;       // number of streams
@@ -257,18 +257,18 @@ struct DecodeChunk {
   u8 layout;
   u8 residual;
   u8 plain;                   // 1: the frame is the values
-  u8 planes;                  // number of streams: that of the layout
-  u8 contexts;                // this and what follows as when it was encoded
+  u8 planes;                  // number of streams: the layout's planes
+  u8 contexts;                // this and what follows: as when the chunk was encoded
   u8 prediction;
   u8 reserved;
   u32 crc_encoded;
   u32 crc_raw;
   DecodeStream streams[kMaxPlanes];
-  const u8* inputs[kMaxInputs];  // as when it was encoded
+  const u8* inputs[kMaxInputs];  // as when the chunk was encoded
   u64 first;                  // index of the first value in its tensor
   u64 cols;                   // values in a row of the tensor, its last dimension
   TableSet tables[kMaxPlanes];
-  u8 class_top, class_shift;  // of contexts
+  u8 class_top, class_shift;  // for kContextsExponent
   u8 reserved1[6];
 };
 static_assert(sizeof(DecodeChunk) == 328, "");
@@ -280,7 +280,7 @@ struct CopySpan {
 };
 static_assert(sizeof(CopySpan) == 24, "");
 
-// `count` rows of `len` bytes, each `step` bytes behind the one before; they are copied one behind the other.
+// `count` rows of `len` bytes, `step` bytes apart at `from` and without gaps at `to`.
 struct CopyRows {
   const u8* from;
   u8* to;
@@ -300,9 +300,9 @@ static_assert(sizeof(CrcSpan) == 16, "");
 
 S4_ANYWHERE constexpr u64 round_up64(u64 v, u64 to) { return (v + to - 1) / to * to; }
 
-// Fused encode: this, for any n; with `kKeepPlanes` (raw planes are stored while encoding and copied by the
-// gather, instead of being split off twice) also `n * (width - 1)`, rounded up to 32. On an H200 that is
-// faster by 5% for width 2 and slower by 9% for width 4, encode and gather together.
+// Fused encode, for any n. `kKeepPlanes` (raw planes are stored while encoding and copied by the gather,
+// instead of being split off twice) needs `n * (width - 1)` more, rounded up to 32. On an H200 it is 5%
+// faster for width 2 and 9% slower for width 4, encode and gather together.
 constexpr u64 kFusedScratch2 = 267008, kFusedScratch4 = 133792;
 
 // All planes of `n` values, each 16-byte aligned.
@@ -315,7 +315,7 @@ S4_ANYWHERE constexpr u64 composed_encode_scratch(u64 n, u64 width) {
   return 2 * planes_bytes(n, width) + (n * width + 16383) / 16384 * kSegmentScratch;
 }
 
-// As that: a segment may be twice as long.
+// The same, but a segment may be twice as long.
 S4_ANYWHERE constexpr u64 residual_encode_scratch(u64 n, u64 width) {
   return 2 * planes_bytes(n, width) + (n * width + 32767) / 32768 * (2 * kSegmentScratch);
 }
@@ -325,7 +325,7 @@ S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_le
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
 }
 
-// The kernels `predicted` and `update`: the same, the tables of a stream, to decode their entries with P = 12, and a
+// The kernels `predicted` and `update` also need the tables of a stream (to decode: their entries with P = 12) and a
 // class for each value.
 S4_ANYWHERE constexpr u64 predicted_encode_scratch(u64 n, u64 width) {
   return residual_encode_scratch(n, width) + kMaxTables * sizeof(SharedTable) + n;

@@ -1,5 +1,5 @@
-// Chunks whose planes a library codes in blocks (docs/codecs/blocks.md), between these kernels: they split
-// values into planes before it, and put what it wrote into frames behind it.
+// Chunks whose planes a library codes in blocks (docs/codecs/blocks.md): these kernels split values into
+// planes before the library runs, and put what it wrote into frames afterwards.
 //
 //   1. s4_split_planes (chunks, results)                            grid = chunks, block = kComposedThreads
 //   2. the library codes blocks of the planes, in whatever way, into slots
@@ -8,13 +8,13 @@
 //   5. s4_gather_planes (chunks, results, planes, frames, capacity) grid = chunks, block = kComposedThreads
 //   6. s4_encode_crcs                                               as in abi.h
 //
-// Of a chunk's scratch memory 1. writes, and 5. reads, `split_scratch` bytes: plane i lies where `plane_at`
-// says. Codings, inputs and tables are not looked at. `planes` has kMaxPlanes entries for each chunk, and is
-// read from 3. on.
+// 1. writes, and 5. reads, `split_scratch` bytes of a chunk's scratch memory: plane i lies where `plane_at`
+// says. Codings, inputs and tables are ignored. `planes` has kMaxPlanes entries for each chunk, and is read
+// from 3. on.
 //
-// In step 3 a plane that repeats a short unit becomes `const`, whatever the library made of it; one that was
-// coded becomes its stream if that is shorter than the plane; all others stay raw. A block of such a plane
-// that failed, or whose size is not one, makes the chunk `kCorrupt`.
+// A plane that repeats a short unit becomes `const` (in 1.), whatever the library made of it. In 3., a coded
+// plane is replaced by its stream if that is shorter; all others stay raw. If a block of a coded plane failed,
+// or its size is out of range, the chunk becomes `kCorrupt`.
 #pragma once
 
 #include "layouts.cuh"
@@ -25,14 +25,14 @@ constexpr u32 kPlaceThreads = 128;
 
 S4_ANYWHERE constexpr u64 split_scratch(u64 n, u64 width) { return planes_bytes(n, width); }
 
-// A plane of a chunk, coded by a library; all zero: it was not.
+// A plane of a chunk as coded by a library. All fields are zero if it was not coded.
 struct CodedPlane {
-  const u8* slots;      // where its first block was put; 16-byte aligned
+  const u8* slots;      // where the library put the first block; 16-byte aligned
   const u64* sizes;     // of each coded block
   const u32* statuses;  // of each block, 0: success
-  u32 slot;             // bytes from one block's place to the next; a multiple of 16
+  u32 slot;             // bytes from one block's start to the next one's; a multiple of 16
   u32 blocks;
-  u8 codec;             // what goes into the stream's entry
+  u8 codec;             // for the stream's entry
   u8 param;
   u8 reserved[6];
 };

@@ -1,6 +1,6 @@
-// Chunks of every layout, width and coding: predict, split into planes in scratch memory, code each, put the
-// frame together; and back. One thread block a chunk. The kernels are instances by what is predicted (layouts.cuh)
-// and by what tells the table of a symbol (plane_encode.cuh, plane_decode.cuh).
+// Chunks of every layout, width and coding: predict, split into planes in scratch memory, code each plane, put the
+// frame together; and the reverse. One thread block per chunk. The kernels are instances for a way to predict
+// (layouts.cuh) and a way to find the table of a symbol (plane_encode.cuh, plane_decode.cuh).
 #pragma once
 
 #include "layouts.cuh"
@@ -16,10 +16,10 @@ template <class Context>
 struct ComposedShared {
   PlaneShared<Context> plane;
   PlaneSet planes;
-  Coded coded[kMaxPlanes + 1];  // one behind the last, empty
+  Coded coded[kMaxPlanes + 1];  // one more than planes: an empty one behind the last
 };
 
-// Whether the descriptor is in range: what follows divides and allots by it.
+// Whether the descriptor is in range: later steps divide and lay out memory by its fields.
 __device__ __forceinline__ bool fits(const EncodeChunk& c, u32 planes) {
   if (planes == 0 || c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxPlaneBytes) return false;
   for (u32 i = 0; i < planes; i++) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool fits(const EncodeChunk& c, u32 planes) {
   return true;
 }
 
-// Whether there is anything to code: without, planes are not even looked at. All threads; ends with a barrier.
+// Whether any plane may shrink; if none can, values are not even split. All threads; ends with a barrier.
 template <class SharedMemory>
 __device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, SharedMemory& shared) {
   for (u32 i = 0; i < planes; i++)
@@ -46,7 +46,7 @@ __device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, Sha
   return repeats;
 }
 
-// Codes all planes, the last one first, because a stream may carry the end of the one behind it. All threads.
+// Codes all planes, the last one first, because a stream may carry the end of the next one. All threads.
 template <class Density, class Context>
 __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, Density density,
                                               ComposedShared<Context>& shared) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
   }
 }
 
-// Predicts a chunk's values, splits them, and codes the planes; leaves what `gather_composed` writes frames
-// from. All threads.
+// Predicts a chunk's values, splits them, and codes the planes; leaves in scratch memory what `gather_composed`
+// makes the frame from. All threads.
 template <class Predict, class Context>
 __device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
   __shared__ ComposedShared<Context> shared;
@@ -123,10 +123,10 @@ __device__ __forceinline__ void gather_composed(const EncodeChunk& c, EncodeResu
 
 // The parts of a chunk's scratch memory, and its planes.
 struct DecodeState {
-  PlaneSet planes;  // in scratch or, where they are stored raw, in the frame
-  u8* buffers;      // the planes that are not
-  u8* joined;       // a stream that was carried in part
-  u8* carries[2];   // what the last stream carried, and the one before it
+  PlaneSet planes;  // in scratch or, if stored raw, in the frame
+  u8* buffers;      // the planes that are not in the frame
+  u8* joined;       // a stream, joined with its end that was carried
+  u8* carries[2];   // what the current and the previous stream carry, by the parity of their index
 };
 
 __device__ __forceinline__ bool fits(const DecodeChunk& c, u32 planes) {
@@ -140,12 +140,12 @@ __device__ __forceinline__ DecodeState make_state(const DecodeChunk& c) {
   s.buffers = c.scratch;
   s.carries[0] = c.scratch + planes_bytes(c.n, c.width);
   s.carries[1] = s.carries[0] + carry;
-  s.joined = s.carries[1] + carry;  // the third of its size is for what was carried
+  s.joined = s.carries[1] + carry;  // room for the frame's length and a third `carry`
   return s;
 }
 
-// Decodes stream `i`, whose last `tail` bytes the one before carried; `tail` becomes what this one carries.
-// All threads; ends with a barrier.
+// Decodes stream `i`, whose last `tail` bytes the previous one carried; sets `tail` to the number of bytes that
+// this one carries. All threads; ends with a barrier.
 template <class Context>
 __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, DecodeState& s, u32& tail,
                                                 PlaneDecodeShared<Context>& shared) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
   const u32 size = plane_size(c.layout, c.width, c.n, i);
   const u8* from = c.frame + e.offset;
   if (e.codec == kRaw && e.param == 0 && tail == 0 && e.len == size) {
-    s.planes.at[i] = const_cast<u8*>(from);  // it is only read
+    s.planes.at[i] = const_cast<u8*>(from);  // the plane is only read
     return kOk;
   }
   StreamBytes stream{from, e.len};
@@ -162,7 +162,7 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
     __syncthreads();
     copy_bytes(s.carries[1 - i % 2], s.joined + e.len, tail);
     stream = StreamBytes{s.joined, e.len + tail};
-    const u32 behind = stream.len + threadIdx.x;  // what is read of it is whole vectors
+    const u32 behind = stream.len + threadIdx.x;  // readers load whole vectors
     if (behind < round_up(stream.len, 16)) s.joined[behind] = 0;
     __syncthreads();
   }
@@ -182,7 +182,7 @@ __device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, PlaneDecode
     return kOk;
   }
   if (!fits(c, planes) || !Predict::suits(c) || !Context::suits(c, planes)) return kUnsupported;
-  Context::prepare(c);  // a barrier follows before the first symbol is decoded
+  Context::prepare(c);  // there is a barrier before the first symbol is decoded
   DecodeState s = make_state(c);
   u32 tail = 0;
 #pragma unroll 1
@@ -190,7 +190,7 @@ __device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, PlaneDecode
     const Status status = decode_stream(c, i, s, tail, shared);
     if (status != kOk) return status;
   }
-  if (tail > 0) return kCorrupt;  // the last stream carries bytes of another
+  if (tail > 0) return kCorrupt;  // the last stream carries bytes, but there is no next one
   merge_chunk(c.layout, c.width, s.planes, Predict::of(c), c.n, c.values);
   return kOk;
 }
@@ -199,7 +199,7 @@ template <class Predict, class Context>
 __device__ __forceinline__ void decode_composed(const DecodeChunk& c, u32& status) {
   __shared__ PlaneDecodeShared<Context> shared;
   if (status != kOk) return;
-  __syncthreads();  // all have read it
+  __syncthreads();  // all threads have read `status`
   const Status result = decode_chunk<Predict>(c, shared);
   if (threadIdx.x == 0) status = result;
 }

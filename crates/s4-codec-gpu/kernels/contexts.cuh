@@ -1,8 +1,8 @@
-// Planes whose symbols have contexts (docs/codecs/rans.md): a table for each. Policies for the composed kernels
-// (plane_encode.cuh, plane_decode.cuh); those of one table are separate instances, which know nothing of this.
+// Planes whose symbols have contexts (docs/codecs/rans.md): a table for each context. Policies for the composed kernels
+// (plane_encode.cuh, plane_decode.cuh); kernels with one table are separate instances without this code.
 //
-// `Source` says what the contexts are: `ExponentContexts` below, `UpdateContexts` (updates.cuh), or `MemoryContexts` of
-// the tests (tests/contexts.h).
+// `Source` provides the contexts: `ExponentContexts` below, `UpdateContexts` (updates.cuh), or the tests'
+// `MemoryContexts` (tests/contexts.h).
 #pragma once
 
 #include "composed.cuh"
@@ -11,11 +11,11 @@ namespace s4 {
 
 // ---- sources ----
 
-// Contexts `exponent` of docs/format.md: the class of the exponent that the chunk's input has at the same place, and
-// for the plane behind the exponents what these are, too. Classes lie in scratch memory.
+// Contexts `exponent` of docs/format.md: the class of the exponent of the input's value at the same index,
+// and for the plane behind the exponents also the symbol of the exponents' plane. Classes lie in scratch memory.
 struct ExponentContexts {
   static constexpr u32 kMostTables = kClasses + 2;  // contexts of the plane behind the exponents
-  static constexpr bool kPrefersShared = false;     // whether a plane is coded with the tensor's tables if it has some
+  static constexpr bool kPrefersShared = false;     // whether the tensor's tables, if any, are always used
 
   template <class Chunk>
   __device__ __forceinline__ static bool suits(const Chunk& c, u32) {
@@ -23,7 +23,7 @@ struct ExponentContexts {
     const bool floats = c.layout == kFields || c.layout == kFieldsSign;
     return c.contexts == kContextsExponent && floats && c.prediction == kPredictInput && c.class_shift < 8;
   }
-  // Writes the classes. All threads; they are there after a barrier.
+  // Writes the classes. All threads; readers need a barrier.
   template <class Chunk>
   __device__ __forceinline__ static void prepare(const Chunk& c) {
     if (c.contexts == 0) return;
@@ -35,7 +35,7 @@ struct ExponentContexts {
   }
   template <class Chunk>
   __device__ __forceinline__ static PlaneContexts contexts_of(const Chunk& c, u32 i, const PlaneSet& planes) {
-    const u32 exponents = c.layout == kFieldsSign;  // number of their plane
+    const u32 exponents = c.layout == kFieldsSign;  // index of their plane
     PlaneContexts of{nullptr, nullptr, plane_size(c.layout, c.width, c.n, i)};
     if (c.contexts == 0 || i < exponents || i > exponents + 1) return of;
     of.classes = classes_of(c);
@@ -98,13 +98,13 @@ struct TableListBytes {
   }
 };
 
-// Counts of the symbols of each context, in two copies where there is room: lanes mostly see the same few symbols.
+// Counts of the symbols of each context, in two copies if there is room, since lanes mostly see the same few symbols.
 template <u32 kMostTables>
 struct ContextCounts {
   static constexpr u32 kCounters = kMostTables > 10 ? 4096 : 5120;
   u32 of[kCounters];  // `table * 256 + symbol`; the second copy behind all of these
 
-  // Counts the symbols of a plane, all or those of its sample. All threads; ends with a barrier.
+  // Counts the symbols of a plane, `every` one or a sample. All threads; ends with a barrier.
   __device__ __forceinline__ void count(const PlaneContexts& contexts, const u8* plane, bool every, u32 tables) {
     const u32 each = 256 * tables, copies = 2 * each <= kCounters ? 2 : 1;
     for (u32 i = threadIdx.x; i < copies * each; i += blockDim.x) of[i] = 0;
@@ -128,8 +128,8 @@ struct ContextCounts {
   }
 };
 
-// Makes a table of `slots` slots from counts; where nothing was counted, as if symbol 0 had been, once, of a sample.
-// Returns how many were counted. One warp.
+// Makes a table of `slots` slots from counts; if nothing was counted, as if a sample had one symbol 0. Returns how many
+// symbols were counted. One warp.
 __device__ __forceinline__ u32 make_table(u32* counts, bool all, u32 slots, Model& model, SharedTable& to) {
   u32 sum = 0;
   for (u32 s = lane_id(); s < 256; s += kLanes) sum += counts[s];
@@ -154,7 +154,7 @@ __device__ __forceinline__ u32 make_table(u32* counts, bool all, u32 slots, Mode
   return sum;
 }
 
-// The coders of all symbols with a table. One warp.
+// Makes the coders of all symbols for a table. One warp.
 template <u32 kBits>
 __device__ __forceinline__ void make_list_coders(const SharedTable& table, u32* coders) {
   const u32 escape = make_plane_coder<kBits>(table.escape, 0) | kPlaneEscape;
@@ -173,7 +173,7 @@ __device__ __forceinline__ void make_list_coders(const SharedTable& table, u32* 
 template <class Source>
 struct EncodeContexts {
   static constexpr bool kLoneEscapes = true;
-  static constexpr u32 kModels = Source::kMostTables > 10 ? 2 : 5;  // tables that are made at a time
+  static constexpr u32 kModels = Source::kMostTables > 10 ? 2 : 5;  // tables that are made at the same time
   struct Coders {
     u32 of[256 * Source::kMostTables];
     u32 seen, counted;
@@ -209,14 +209,14 @@ struct EncodeContexts {
     return true;
   }
 
-  // Makes the tables, chooses between them and the tensor's, and makes the coders; says whether it is the
-  // tensor's. All threads; ends with a barrier.
+  // Makes the tables, chooses between them and the tensor's, and makes the coders; returns whether the tensor's
+  // were chosen. All threads; ends with a barrier.
   template <u32 kBits, class Density>
   __device__ __forceinline__ bool choose(const PlaneJob& job, Density density, Memory& shared) {
     constexpr u32 kSlots = 1u << kBits;
     Coders& coders = shared.coders;
     if constexpr (Source::kPrefersShared) {
-      // There are as many as contexts may be.
+      // The tensor has a table for every possible context.
       const u32 most = contexts.classes == nullptr ? 1 : Source::kMostTables;
       if (is_usable(job.tables, kBits, most)) {
         list = job.tables.at, count = job.tables.count;
@@ -262,7 +262,7 @@ struct EncodeContexts {
     return tensors;
   }
 
-  // The coders of the tables that are used. All threads; ends with a barrier.
+  // Makes the coders of the tables in use. All threads; ends with a barrier.
   template <u32 kBits>
   __device__ __forceinline__ void make_coders(Coders& coders) const {
 #pragma unroll 1
@@ -305,7 +305,7 @@ struct ContextPairs {
   }
 };
 
-// A table with P = 12 for each context. They are not in shared memory: no encoder of the project writes several.
+// A table with P = 12 for each context. They are not in shared memory: the project's encoders never write several.
 struct WideContexts {
   const u32* entries;  // 4096 of each table
   const u32* escapes;  // their frequencies
@@ -332,7 +332,7 @@ struct WideContexts {
 template <class Source>
 struct DecodeContexts {
   struct Entries {
-    // All with P = 8, or one with P = 12; several of these lie in scratch memory.
+    // Room for all tables with P = 8, or one with P = 12; several with P = 12 lie in scratch memory.
     static constexpr u32 kBytes = kMaxTables << 10, kTableBytes = 1 << 10;
     static_assert(kBytes == 4 << 12, "a table with P = 12 takes as much");
     __align__(16) u8 room[kBytes + kTableBytes - 16];
@@ -351,7 +351,7 @@ struct DecodeContexts {
   __device__ __forceinline__ static PlaneContexts contexts_of(const DecodeChunk& c, u32 i, const PlaneSet& planes) {
     return Source::contexts_of(c, i, planes);
   }
-  // Where those with P = 12 are: behind the scratch memory of one table.
+  // Where several tables with P = 12 lie: behind the scratch memory that kernels with one table need.
   __device__ __forceinline__ static u32* entries_of(const DecodeChunk& c) {
     return reinterpret_cast<u32*>(c.scratch + round_up64(composed_decode_scratch(c.n, c.width, c.frame_len), 16));
   }
@@ -359,7 +359,7 @@ struct DecodeContexts {
   __device__ __forceinline__ static u32* entries_of(const PlaneTarget& to, u32 tables, Memory& shared) {
     return kBits == 8 || tables == 1 ? shared.entries.get() : to.entries;
   }
-  // With one table contexts do not matter.
+  // With one table, contexts are ignored.
   __device__ __forceinline__ static PlaneContexts contexts_in(const PlaneTarget& to, u32 tables) {
     return tables == 1 ? PlaneContexts{nullptr, nullptr, to.size} : to.contexts;
   }
@@ -401,7 +401,7 @@ struct DecodeContexts {
     return contexts_in(to, tables).below(tables) ? kOk : kCorrupt;
   }
 
-  // Calls `decode` with what decodes symbols.
+  // Calls `decode` with the tables that decode symbols.
   template <u32 kBits, class Decode>
   __device__ __forceinline__ static bool with_tables(const PlaneTarget& to, Memory& shared, const Decode& decode) {
     const u32 tables = shared.entries.tables;

@@ -5,8 +5,8 @@
 // 128th word, so that it has a polynomial in Y = x^4096. Since squaring is linear, a multiple q(x) of the
 // CRC's polynomial gives the multiple q(Y), and a sparse q costs a few XORs of whole words to reduce by:
 //   q(x) = x^40 + x^38 + x^36 + x^35 + x^33 + x^30 + x^27 + x^20 + x^13 + x^7 + x + 1
-// What is left of a thread, 40 words, goes through tables, and the threads' rests are multiplied into place.
-// (Zeros in front of a span change nothing.)
+// The 40 words that remain in each thread are reduced with tables, and the threads' rests are multiplied into
+// place. (Zeros in front of a span change nothing.)
 //
 // Words are little-endian with the lowest bit first, so bit i of a word is x^(31 - i).
 #pragma once
@@ -83,8 +83,8 @@ __device__ __forceinline__ void crc_load(const CrcColumn& column, u32 row, u32* 
   }
 }
 
-// Takes a batch of rows in, from `kRow` of a block of 40 on: `h` holds the last 40 coefficients of the
-// quotient, row r at r mod 40. Those of the last block are the rest instead.
+// Takes in a batch of rows, starting at row `kRow` of a block of 40: `h` holds the last 40 coefficients of the
+// quotient, row r at r mod 40. After the last block (`kLast`) it holds the remainder instead.
 template <u32 kRow, bool kLast>
 __device__ __forceinline__ void crc_take(u32* h, const u32* batch) {
   constexpr u32 kBack[11] = {2, 4, 5, 7, 10, 13, 20, 27, 33, 39, 40};
@@ -125,7 +125,7 @@ __device__ __forceinline__ u32 crc_few(u32 state, const u8* data, u32 len, const
   return state;
 }
 
-// Takes `count` > 0 aligned words into a state. All threads; the answer is everyone's.
+// Takes `count` > 0 aligned words into a state. All threads; all return the same.
 __device__ __forceinline__ u32 crc_words(u32 state, const u32* words, u32 count, CrcShared& shared) {
   const u32 rows = (count + kCrcThreads - 1) / kCrcThreads, blocks = (rows + kCrcRows - 1) / kCrcRows;
   const int in_front = static_cast<int>(blocks * kCrcRows * kCrcThreads - count);
@@ -149,7 +149,7 @@ __device__ __forceinline__ u32 crc_words(u32 state, const u32* words, u32 count,
   for (u32 k = 0; k < kCrcRows; k++) rest = times_y(shared, rest) ^ h[k];
   rest = crc_multiply(rest, kCrcTables.place[threadIdx.x]);
   for (int d = 16; d > 0; d /= 2) rest ^= __shfl_xor_sync(kAllLanes, rest, d);
-  __syncthreads();  // the last rests are read
+  __syncthreads();  // all threads have read the previous rests
   if (lane_id() == 0) shared.rests[warp_id()] = rest;
   __syncthreads();
   rest = 0;
@@ -157,7 +157,7 @@ __device__ __forceinline__ u32 crc_words(u32 state, const u32* words, u32 count,
   return rest;
 }
 
-// The same out of line, for kernels in which it is not most of the work: it is large.
+// The same out of line, because it is large: for kernels in which it is not most of the work.
 __device__ __noinline__ u32 crc_words_apart(u32 state, const u32* words, u32 count, CrcShared& shared) {
   return crc_words(state, words, count, shared);
 }
@@ -168,8 +168,8 @@ struct CrcPart {
   u32 len;
 };
 
-// CRC-32C of `parts` consecutive spans, of which `part(i)` names one. All threads of a block of
-// kCrcThreads; the answer is everyone's. It reads whole words, but only such as lie within a span.
+// CRC-32C of the concatenation of `parts` spans; `part(i)` returns the i-th. All threads of a block of
+// kCrcThreads; all return the same. Reads whole words, but only within the spans.
 template <bool kApart, class Part>
 __device__ __forceinline__ u32 crc_of_parts(u32 parts, const Part& part, CrcShared& shared) {
   make_times_y(shared);

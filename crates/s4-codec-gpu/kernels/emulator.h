@@ -1,5 +1,5 @@
-// Runs the kernels on the host: every thread of a block is a fiber, barriers and warp collectives
-// switch between them. For tests without a GPU; include it before the kernels, with a host compiler.
+// Runs the kernels on the host: every thread of a block is a fiber, and barriers and warp
+// collectives switch between fibers. For tests without a GPU; include it before the kernels, with a host compiler.
 //
 // Blocks run one after the other, so races between blocks, memory ordering and timing are not seen.
 #pragma once
@@ -47,7 +47,7 @@ constexpr size_t kStackBytes = 128 << 10;
 // ---- switching between stacks ----
 
 #if defined(__x86_64__)
-// A stack pointer, with the registers that a call keeps on that stack. (`swapcontext` asks the kernel for the
+// A stack pointer; the registers that a call must preserve lie on that stack. (`swapcontext` asks the kernel for the
 // signal mask each time, which takes most of a test's time.)
 typedef void* Context;
 extern "C" void emulator_switch(Context* from, Context to);
@@ -98,10 +98,10 @@ struct Fiber {
   Context context;
   std::vector<char> stack;
   bool done;
-  uint32_t collectives;  // of its warp, so far: parity picks the exchange buffer
+  uint32_t collectives;  // warp collectives so far; their parity picks the exchange buffer
 };
 
-// A barrier of `size` fibers.
+// A barrier; the caller of `wait` says for how many fibers.
 struct Barrier {
   uint32_t arrived, generation;
 };

@@ -38,7 +38,7 @@ __device__ __forceinline__ u32 plane_at(u32 layout, u32 width, u32 n, u32 i) {
   return at;
 }
 
-// The tensor's table for a plane that has one; null if it has none, or several.
+// The tensor's table for a plane that has exactly one; null if it has none or several.
 __device__ __forceinline__ const SharedTable* only_table(const TableSet& set) {
   return set.count == 1 ? set.at : nullptr;
 }
@@ -50,7 +50,7 @@ struct PlaneSet {
 
 // ---- constant planes ----
 
-// What a plane is looked at first: nearly every one that is not a repeated unit is refused by it.
+// Bytes of a plane to examine first: they rule out nearly every plane that does not repeat a unit.
 constexpr u32 kHeadBytes = 80;
 constexpr u32 kMaxUnit = 16;
 
@@ -70,8 +70,8 @@ __device__ __forceinline__ u32 head_unit(u32 n, const Get& get, u8* head) {
 
 // Whether all of a plane repeats `unit` bytes. All threads; ends with a barrier.
 //
-// It is enough to look at the head's shortest unit: a plane that repeats another one repeats this one, too,
-// because the head is longer than both together.
+// Only the head's shortest unit need be tested: a plane that repeats another unit repeats this one, too,
+// because the head is longer than both units together.
 template <class Get>
 __device__ __forceinline__ bool repeats_unit(u32 n, const Get& get, u32 unit) {
   const u32 step = 32 * blockDim.x;
@@ -86,12 +86,12 @@ __device__ __forceinline__ bool repeats_unit(u32 n, const Get& get, u32 unit) {
   return true;
 }
 
-// As `repeats_unit`, of a plane in memory, 16-byte aligned, whose head is `head`, 4-byte aligned.
+// As `repeats_unit`, for a plane in memory (16-byte aligned) whose head is `head` (4-byte aligned).
 __device__ __forceinline__ bool repeats_head(const u8* plane, u32 n, const u8* head, u32 unit) {
   constexpr u32 kAtOnce = 4;
   const u32* const words = reinterpret_cast<const u32*>(head);
   bool differs = false;
-  // What stands at a place, told from the head: that holds any 16 bytes that begin within the first unit.
+  // The head says which 16 bytes belong at `at`: it holds all that begin within its first unit.
   const auto differs_at = [&](u32 at, const uint4& v) {
     const u32 from = at % unit, shift = 8 * (from % 4), *w = words + from / 4;
     const u32 wanted[4] = {__funnelshift_r(w[0], w[1], shift), __funnelshift_r(w[1], w[2], shift),
@@ -149,8 +149,8 @@ __device__ __forceinline__ void clear_result(EncodeResult& result, Status status
   for (u32 i = 0; i < kMaxPlanes; i++) result.stream[i] = StreamEntry{0, 0, 0, 0};
 }
 
-// Fills in what follows from the `streams` streams that `result` names: the length of the frame, and that it
-// is plain if that is not less than the values'. No streams: plain. One thread.
+// Computes the length of the frame from the `streams` streams in `result`. The chunk becomes plain if that is
+// not less than the length of its values, or if there are no streams. One thread.
 __device__ __forceinline__ void finish_result(EncodeResult& result, u32 streams, u32 bytes) {
   u32 len = header_len(streams);
   for (u32 i = 0; i < streams; i++) len = round_up(len, 16) + result.stream[i].len;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void finish_result(EncodeResult& result, u32 streams,
   result.len = bytes;
 }
 
-// Whether the gather is to write a frame: there is one, and there is room. All threads.
+// Whether the gather must write a frame: the chunk was encoded, and there is room. Sets `kNoRoom`. All threads.
 __device__ __forceinline__ bool has_room(EncodeResult& result, u64 capacity) {
   if (result.status != kOk) return false;
   if (result.offset + round_up(result.len, 16) <= capacity) return true;
@@ -187,13 +187,13 @@ __device__ __forceinline__ void write_frame_header(const EncodeResult& result, u
 
 // ---- copying ----
 
-// The first `count` of up to 64 bytes, at any address. Out of line: for ends, and addresses that are odd.
+// Loads the first `count` of up to 64 bytes, at any address. Out of line: only ends and unaligned addresses need it.
 __device__ __noinline__ void load_some(const u8* from, u32* words, u32 count) {
   for (u32 i = 0; i < 16; i++) words[i] = 0;
   for (u32 i = 0; i < count; i++) words[i / 4] |= static_cast<u32>(from[i]) << (8 * (i % 4));
 }
 
-// Four words of which the first `left` bytes count; the others become 0.
+// Four words, of which the first `left` bytes are kept and the others zeroed.
 __device__ __forceinline__ uint4 masked(const u32* words, u32 left) {
   u32 w[4];
 #pragma unroll
@@ -204,7 +204,7 @@ __device__ __forceinline__ uint4 masked(const u32* words, u32 left) {
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// Copies `len` bytes between 16-byte aligned addresses and fills up with zeros to a multiple of 16. All
+// Copies `len` bytes between 16-byte aligned addresses and pads them with zeros to a multiple of 16. All
 // threads.
 __device__ __forceinline__ void copy_padded(const u8* from, u8* to, u32 len) {
 #pragma unroll 4
@@ -215,8 +215,8 @@ __device__ __forceinline__ void copy_padded(const u8* from, u8* to, u32 len) {
     to[last + threadIdx.x] = last + threadIdx.x < len ? from[last + threadIdx.x] : 0;
 }
 
-// Copies `len` bytes between any addresses, as thread `thread` of `threads` that do. Loads are of whole words
-// within the span.
+// Copies `len` bytes between any addresses: the share of thread `thread` of `threads`. Loads of whole words
+// stay within the span.
 __device__ __forceinline__ void copy_bytes(const u8* from, u8* to, u64 len, u32 thread, u32 threads) {
   const u32 skew = static_cast<u32>((reinterpret_cast<u64>(from) - reinterpret_cast<u64>(to)) & 3);
   // From `first` on `to` is 16-byte aligned; the words that hold 16 bytes must lie within the span.

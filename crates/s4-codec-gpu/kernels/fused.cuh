@@ -1,9 +1,9 @@
-// The common case without a detour: layout `fields` of 2- and 4-byte values, plane E coded by rANS with
-// P = 8, the others as they are. Values are split while they are coded (and merged while they are decoded:
-// fused_decode.cuh); the gather splits the raw planes off again, which costs no more than storing and copying them.
+// The common case without planes in between: layout `fields` of 2- and 4-byte values, plane E coded by rANS with
+// P = 8, the others raw. Values are split while they are coded (and merged while they are decoded: fused_decode.cuh);
+// the gather splits off the raw planes again, which costs no more than storing and copying them.
 //
 // The stream of plane E carries the last bytes of plane A (`Segments::carried`), so that plane A is stored
-// without them; but for a constant plane A, and where plane E is not stored as a stream.
+// without them, unless plane A is constant or plane E is not stored as a stream.
 #pragma once
 
 #include "rans_encode.cuh"
@@ -13,16 +13,16 @@ namespace s4 {
 static_assert(kThreads<2> == kFusedThreads2 && kThreads<4> == kFusedThreads4, "as abi.h says");
 static_assert(kMaxChunk<2> == kFusedValues2 && kMaxChunk<4> == kFusedValues4, "as abi.h says");
 
-// Room for a segment's words, of which there are at most as many as symbols (docs/codecs/rans.md, "Why one
-// word is always enough"), and its states: a whole number of pieces.
+// Room for a segment's words, at most one per symbol (docs/codecs/rans.md, "Why one word is always enough"),
+// and its states: a whole number of pieces.
 constexpr u32 kSlotWords = kSegment + kPiece;
 static_assert(kSegment % kPiece == 0 && 2 * kLanes <= kPiece, "the states fit into the last piece");
 
 // Longest header with table and word counts.
 constexpr u32 kMaxHead = 544;
 
-// What the encoder leaves of a chunk: the head of its stream, then each segment at the end of its
-// part. The stream itself is put together by the gather.
+// What the encoder leaves for the gather, which puts the stream together: the head of the stream, and each
+// segment at the end of its part of `segments`.
 template <int kWidth>
 struct Slot {
   u32 stream_len;  // bytes of the whole stream
@@ -43,13 +43,13 @@ static_assert(sizeof(Slot<2>) <= kFusedScratch2 && sizeof(Slot<4>) <= kFusedScra
 
 // ---- load and layout ----
 
-// Plane E of a chunk's values, split while it is coded: what `encode_segment` codes.
+// Plane E of a chunk's values, split off while it is coded: a source for `encode_segment`.
 template <int kWidth>
 struct ValueSource {
   const u8* values;  // of the chunk
-  RawPlanes raw;     // where the raw planes go; null if they go nowhere
+  RawPlanes raw;     // where the raw planes go; null if they are not stored
   u32 n;             // values of the chunk
-  u32 padding;       // symbol that fills the last block, four times
+  u32 padding;       // the symbol that fills up the last block, in all four bytes
   bool aligned;
 
   // Loads a block's values, splits them and stores their raw planes. Missing symbols become padding.
@@ -69,8 +69,8 @@ struct ValueSource {
   template <class Push>
   __device__ __forceinline__ void blocks_backwards(u32 first, u32 end, const Push& push) const {
     const u32 mine = lane_id() * kOctet;
-    u32 at = first + (end - first - 1) / kBlock * kBlock;  // the block in hand
-    // Block by block while the fast loop cannot run: the last, partial one, or all.
+    u32 at = first + (end - first - 1) / kBlock * kBlock;  // the current block
+    // Blocks that the fast loop cannot take: the last, partial one, or all if values are not aligned.
     if (!aligned || at + kBlock > n) {
 #pragma unroll 1
       while (true) {
@@ -94,7 +94,7 @@ struct ValueSource {
   }
 };
 
-// Where the lane starts in the segment of this warp: with its part of the end of plane A.
+// The state that this lane starts with in its warp's segment: it holds the lane's bytes of the end of plane A.
 template <int kWidth>
 __device__ __forceinline__ u32 start_state(const u8* values, u32 n) {
   const u32 carried = Segments<Dense>{n, {}}.carried(n), at = warp_id() * kCarryBytes + 2 * lane_id();
@@ -110,7 +110,7 @@ struct EncodeShared {
   AlignedTable<Coder, 256> coders;
   Model model;
   u32 words[kWarps<kWidth>];
-  u32 unit[3];  // of a plane that is constant; 0: it is not
+  u32 unit[3];  // of each plane, if it is constant; else 0
   u8 heads[3][kHeadBytes];
   union {
     struct {
@@ -137,7 +137,7 @@ __device__ __forceinline__ bool is_fused(const EncodeChunk& c) {
   return c.coding[0] == kCodeRans8 && c.coding[1] == kCodeRaw && (kWidth == 2 || c.coding[2] == kCodeRaw);
 }
 
-// Looks at the heads of the planes for a repeated unit, a warp each.
+// Looks for a repeated unit in the heads of the planes, one warp per plane.
 template <int kWidth>
 __device__ __forceinline__ void look_for_units(const EncodeChunk& c, EncodeShared<kWidth>& shared) {
   const u32 plane = warp_id();
@@ -150,7 +150,7 @@ __device__ __forceinline__ void look_for_units(const EncodeChunk& c, EncodeShare
   if (lane_id() == 0) shared.unit[plane] = unit;
 }
 
-// Forgets units that only the head repeats. All threads; ends with a barrier if there was any.
+// Drops units that the head repeats but the plane does not. All threads; ends with a barrier if there was a unit.
 template <int kWidth>
 __device__ __forceinline__ void check_units(const EncodeChunk& c, EncodeShared<kWidth>& shared) {
   for (u32 plane = 0; plane < kFieldPlanes<kWidth>; plane++) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void check_units(const EncodeChunk& c, EncodeShared<k
   }
 }
 
-// Writes the head of a stream into `slot.head` and the sizes beside it. All threads.
+// Writes the head of a stream into `slot.head`, and its lengths and word counts into the slot. All threads.
 template <int kWidth>
 __device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Head<ModelBytes<8>, Dense>& head) {
   const u32 len = head.len();
@@ -205,7 +205,7 @@ __device__ __forceinline__ u32 encode_e(const EncodeChunk& c, u32 start, bool ca
   return flags;
 }
 
-// One thread.
+// Sets the streams of `result` and finishes it. One thread.
 template <int kWidth>
 __device__ __forceinline__ void name_streams(const EncodeChunk& c, u32 flags, u32 stream_len,
                                              const u32* unit, EncodeResult& result) {
@@ -234,7 +234,7 @@ __device__ __forceinline__ void encode_fused(const EncodeChunk& c, EncodeResult&
     return;
   }
   Slot<kWidth>& slot = *reinterpret_cast<Slot<kWidth>*>(c.scratch);
-  u32 start = start_state<kWidth>(c.values, c.n);  // early: the load takes its time
+  u32 start = start_state<kWidth>(c.values, c.n);  // early, to hide the latency of the load
   look_for_units(c, shared);
   count_symbols<kWidth>(c.values, c.n, shared.u.count.hist, shared.u.count.counts);
   check_units(c, shared);
@@ -250,7 +250,7 @@ __device__ __forceinline__ void encode_fused(const EncodeChunk& c, EncodeResult&
 
 // ---- gather ----
 
-// Where the planes of a chunk go in its frame; null if they are not stored as they are.
+// Where the planes of a chunk go in its frame; null for planes that are not stored raw.
 struct PlaneTargets {
   u8 *e, *a, *b;
   u32 a_len;
@@ -263,7 +263,7 @@ __device__ __forceinline__ void store16(u8* plane, u32 at, u32 len, const u32* w
   __stcs(reinterpret_cast<uint4*>(plane + at), v);
 }
 
-// The planes of sixteen values: two octets.
+// Stores the planes of sixteen values: two octets.
 __device__ __forceinline__ void store_planes(const PlaneTargets& to, u32 at, u32 n, const Octet<2>* o) {
   const u32 e[4] = {o[0].e[0], o[0].e[1], o[1].e[0], o[1].e[1]};
   const u32 a[4] = {o[0].a[0], o[0].a[1], o[1].a[0], o[1].a[1]};
@@ -280,7 +280,7 @@ __device__ __forceinline__ void store_planes(const PlaneTargets& to, u32 at, u32
   store16(to.b, 2 * at + 16, 2 * n, o[1].b);
 }
 
-// Eight values, wherever they lie and however many exist.
+// Loads eight values at any alignment; missing ones are zero.
 template <int kWidth>
 __device__ __forceinline__ Values<kWidth> load_octet(const u8* values, u32 at, u32 n) {
   if (is_aligned(values) && at + kOctet <= n) return load_values<kWidth>(values, at);
@@ -293,7 +293,7 @@ __device__ __forceinline__ Values<kWidth> load_octet(const u8* values, u32 at, u
   return out;
 }
 
-// Splits the values again and stores the planes that stay raw, zeros behind them up to a multiple of 16.
+// Splits the values again and stores the planes that stay raw, padded with zeros to a multiple of 16.
 template <int kWidth>
 __device__ __forceinline__ void store_raw_planes(const u8* values, u32 n, const PlaneTargets& to) {
   constexpr u32 kEach = 2 * kOctet, kStep = kEach * kThreads<kWidth>;
@@ -320,7 +320,7 @@ __device__ __forceinline__ void store_raw_planes(const u8* values, u32 n, const 
   }
 }
 
-// As that, from planes that were kept while encoding.
+// As `store_raw_planes`, but copies planes that were kept while encoding.
 template <int kWidth>
 __device__ __forceinline__ void copy_kept_planes(const EncodeChunk& c, const PlaneTargets& to) {
   const u8* planes = c.scratch + sizeof(Slot<kWidth>);

@@ -1,8 +1,8 @@
-// Layout `fields` of 2- and 4-byte values, plane E coded by rANS with P = 8, the others as they are: values are
-// merged while they are decoded. What the states carry (fused.cuh) goes where it belongs at the end.
+// Layout `fields` of 2- and 4-byte values, plane E coded by rANS with P = 8, the others raw: values are merged while
+// they are decoded. The bytes that the states carry (fused.cuh) are put in place at the end.
 //
-// On large GPUs memory is what this waits for, and how it is asked matters more than how much (docs/codecs/rans.md,
-// "GPU"): each access of a warp is of whole sectors, and several blocks are asked for at a time.
+// On large GPUs memory is the limit, and the pattern of accesses matters more than their amount (docs/gpu-kernels.md,
+// "Memory is the limit"): each access of a warp covers whole sectors, and several blocks are loaded at a time.
 #pragma once
 
 #include "rans_decode.cuh"
@@ -10,7 +10,7 @@
 namespace s4 {
 
 // A stream of plane E to decode, and the raw planes beside it, 16-byte aligned. Plane A has `a_len` bytes,
-// which must be `n` less those that are carried.
+// which must be `n` less the carried bytes.
 struct FusedStreams {
   const u8* stream;
   RawPlanes raw;
@@ -41,22 +41,22 @@ static_assert(kStaged / 16 <= kThreads<4>, "each thread stages one vector");
 
 // ---- blocks ----
 
-// Blocks that a warp asks for at a time: with 4 bytes so many that nothing need be asked for ahead of them.
+// Blocks that a warp loads at a time: for 4-byte values enough to make prefetching unnecessary.
 template <int kWidth>
 constexpr u32 kAtOnce = kWidth == 2 ? 2 : 4;
 template <int kWidth>
 constexpr u32 kStep = kAtOnce<kWidth> * kBlock;
 
-// With 2 bytes, how many values behind those that are loaded the L2 cache is asked for. Much more, and they have
-// left it again before they are loaded.
+// For 2-byte values, how many values ahead of the loads L2 prefetches. Much farther ahead, data leaves L2 again before
+// it is loaded.
 constexpr u32 kAhead = 512;
 
-// Which values of a block a lane merges and stores: with 2 bytes the eight that it decodes; with 4 bytes four
-// of each half of the block, or each of its two stores would fill but half of every sector.
+// How many consecutive values of a block a lane merges and stores: of 2-byte values the eight that it decodes; of
+// 4-byte values four in each half of the block, since otherwise each of its two stores would fill only half a sector.
 template <int kWidth>
 constexpr u32 kOwn = kWidth == 2 ? kOctet : kOctet / 2;
 
-// Where a lane's raw bytes of the next blocks are, and where its values go.
+// Where a lane's raw bytes for the next blocks are, and where its values go.
 template <int kWidth>
 struct BlockCursor {
   const u8 *a, *b;
@@ -102,7 +102,7 @@ struct BlockCursor {
   }
 };
 
-// Gives each lane the symbols of its own values (`kOwn`) of those that it has decoded.
+// Gives each lane the decoded symbols of the values that it stores (`kOwn`).
 __device__ __forceinline__ void take_symbols(const u32* decoded, Octet<2>& o) {
   o.e[0] = decoded[0], o.e[1] = decoded[1];
 }
@@ -115,8 +115,8 @@ __device__ __forceinline__ void take_symbols(const u32* decoded, Octet<4>& o) {
   }
 }
 
-// The values of a chunk, merged while their plane E is decoded (`decode_segments`). `chunk` is in shared memory,
-// so that it takes no registers.
+// A target of `decode_segments`: the values of a chunk, merged while plane E is decoded. `chunk` is in shared
+// memory, so that it takes no registers.
 template <int kWidth>
 struct ValueTarget {
   const FusedStreams& chunk;
@@ -131,10 +131,10 @@ struct ValueTarget {
     carry[segment * kLanes + lane_id()] = word;
   }
 
-  // Takes blocks from value `first` on, as many as vectors will do for; returns where it stopped.
+  // Decodes blocks from value `first` on, as many as vector accesses can handle; returns where it stopped.
   template <class Pop>
   __device__ __forceinline__ u32 fast_blocks(u32 first, u32 end, const Pop& pop) const {
-    // Each block must have all of its bytes A or none.
+    // Each block must have either all of its bytes of plane A, or none.
     const u32 fast = chunk.a_len % kBlock == 0 ? end : min(end, chunk.a_len);
     if (!is_aligned(chunk.values) || fast < first + kStep<kWidth>) return first;
     const u32 stop = (fast - first) / kStep<kWidth> * kStep<kWidth> + first, a_end = min(stop, chunk.a_len);
@@ -173,7 +173,7 @@ struct ValueTarget {
     return at;
   }
 
-  // Takes values `first .. end-1`. Bytes A behind the end of their plane become anything.
+  // Decodes values `first .. end-1`. Bytes of plane A behind its end (the carried ones) are undefined.
   template <class Pop>
   __device__ __forceinline__ void blocks(u32 first, u32 end, const Pop& pop) const {
     const u32 mine = lane_id() * kOctet;
@@ -190,7 +190,7 @@ struct ValueTarget {
 
 // ---- chunk ----
 
-// Gives the last values their bytes A, once they have all other bits. All threads.
+// Puts the carried bytes of plane A into the last values, which have all other bits by now. All threads.
 template <int kWidth>
 __device__ __forceinline__ void restore_carried(const DecodeShared<kWidth>& shared) {
   const FusedStreams& chunk = shared.chunk;
@@ -222,7 +222,7 @@ __device__ __forceinline__ Status fused_streams(const DecodeChunk& c, FusedStrea
   return kOk;
 }
 
-// Asks the L2 cache for the raw bytes that a warp needs first, which are known before the header is read.
+// Prefetches into L2 the raw bytes that a warp needs first, whose place is known before the header is read.
 template <int kWidth>
 __device__ __forceinline__ void prefetch_first(const FusedStreams& chunk) {
   constexpr u32 kValues = 1024, kLine = 128;
@@ -232,7 +232,7 @@ __device__ __forceinline__ void prefetch_first(const FusedStreams& chunk) {
   else if (kWidth == 4 && line < 3 * lines) prefetch(chunk.raw.b + 2 * first + (line - lines) * kLine);
 }
 
-// The header of a stream is read from shared memory, where all threads bring it at once.
+// All threads load the header of the stream into shared memory together; it is read from there.
 template <int kWidth>
 __device__ __forceinline__ Status decode_streams(const DecodeChunk& c, const FusedStreams& chunk,
                                                  DecodeShared<kWidth>& shared) {
@@ -259,12 +259,12 @@ __device__ __forceinline__ Status decode_streams(const DecodeChunk& c, const Fus
 template <int kWidth>
 __device__ __forceinline__ void decode_fused(const DecodeChunk& c, u32& status) {
   __shared__ DecodeShared<kWidth> shared;
-  // Both are asked for at the same time.
+  // The status and the descriptor are loaded at the same time.
   const u32 before = status;
   FusedStreams chunk{};
   const Status known = fused_streams<kWidth>(c, chunk);
   if (before != kOk) return;
-  __syncthreads();  // all have read it
+  __syncthreads();  // all threads have read `status`
   const Status result = known == kOk ? decode_streams<kWidth>(c, chunk, shared) : known;
   if (threadIdx.x == 0) status = result;
 }

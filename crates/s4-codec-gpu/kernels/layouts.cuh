@@ -1,6 +1,6 @@
-// Every layout, width and residual (docs/format.md), for the composed kernels: a thread takes eight
-// consecutive values apart, or puts them together, at a time. The fused kernels have faster ones of their
-// own for layout `fields` (planes.cuh).
+// Every layout, width and residual (docs/format.md), for the composed kernels: a thread splits
+// or merges eight consecutive values at a time. The fused kernels have faster code of their own for layout
+// `fields` (planes.cuh).
 #pragma once
 
 #include "frame.cuh"
@@ -8,12 +8,12 @@
 
 namespace s4 {
 
-// The other way round: see `load_some`.
+// Stores the first `count` of up to 64 bytes: the reverse of `load_some`.
 __device__ __noinline__ void store_some(u8* to, const u32* words, u32 count) {
   for (u32 i = 0; i < count; i++) to[i] = static_cast<u8>(words[i / 4] >> (8 * (i % 4)));
 }
 
-// `kBytes` bytes (8, or a multiple of 16), of which `count` exist; `aligned` to 8 and 16.
+// Loads `kBytes` bytes (8, or a multiple of 16), of which `count` exist; `aligned`: to 8 or 16 bytes.
 template <int kBytes>
 __device__ __forceinline__ void load_group(const u8* from, bool aligned, u32* words, u32 count) {
   if (!aligned || count < kBytes) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ Uint<kWidth> unrotated(Uint<kWidth> x) {
   return (x >> 1 | x << (8 * kWidth - 1)) & kAllBits<kWidth>;
 }
 
-// Without sign, and a zero bit behind the 8 bits that followed it.
+// Drops the sign and inserts a zero bit behind the 8 bits that followed it.
 template <int kWidth>
 __device__ __forceinline__ Uint<kWidth> spread(Uint<kWidth> x) {
   const Uint<kWidth> top = static_cast<Uint<kWidth>>(0xff) << (8 * kWidth - 8);
@@ -123,7 +123,7 @@ __device__ __forceinline__ Uint<kWidth> unspread(Uint<kWidth> x) {
   return (x & top) >> 1 | (x & kAllBits<kWidth> >> 9);
 }
 
-// Ordered integer of a float's bits, and back.
+// Maps a float's bits to an integer of the same order, and back.
 template <int kWidth>
 __device__ __forceinline__ Uint<kWidth> ordered(Uint<kWidth> x) {
   return x >> (8 * kWidth - 1) & 1 ? x ^ kAllBits<kWidth> >> 1 : x;
@@ -219,10 +219,10 @@ __device__ __forceinline__ void merge_group(Uint<kWidth>* v, u32 at, u32 left, c
 
 // ---- prediction ----
 
-// What is stored of values, a policy of the kernels: `take` leaves of eight values, from `at` on, what is
-// stored of them, and `give` makes the values of it again.
+// Policies of the kernels: `take` turns the eight values from `at` on into what is stored for them, and `give`
+// turns that back into the values.
 
-// The values themselves.
+// Stores the values themselves.
 struct Direct {
   __device__ __forceinline__ static bool suits(const EncodeChunk& c) {
     return c.residual == kId && c.inputs[kParent] == nullptr;
@@ -233,7 +233,7 @@ struct Direct {
   __device__ __forceinline__ void take(u32, u32, Uint<kWidth>*) const {}
 };
 
-// The XOR with the parent's values, or the difference from them. The decoder has this for residual `id`, too.
+// Stores the XOR with the parent's values, or the difference from them. Decoders use this for residual `id`, too.
 struct Difference {
   const u8* parent;
   u32 residual;
@@ -301,7 +301,7 @@ __device__ __forceinline__ void merge_values(const PlaneSet& from, const Predict
   }
 }
 
-// Layout and width as one number, for those that `planes_of` knows. Values of one byte are their only plane.
+// Layout and width as one number, for those that `planes_of` knows. One-byte values are a single plane in any layout.
 __device__ __forceinline__ u32 shape_of(u32 layout, u32 width) { return width == 1 ? 1 : layout << 4 | width; }
 
 #define S4_EVERY_SHAPE(call)                                                                      \

@@ -1,5 +1,5 @@
-// Counting symbols, choosing the table of a stream, and whether the tensor's shared table is cheaper: what
-// docs/codecs/rans.md ("Encoding") and the CPU's engine do, in the same integers.
+// Counting symbols, choosing the table of a stream, and whether the tensor's shared table is cheaper: as in
+// docs/codecs/rans.md ("Encoding") and the CPU's engine, with the same integer arithmetic.
 #pragma once
 
 #include "rans.cuh"
@@ -11,14 +11,14 @@ constexpr u32 kCountAll = 8192;
 constexpr u32 kWindow = 512;
 constexpr u32 kSample = 64;
 
-// Eight counters of 2 x 16 bits for each symbol: the lanes of a warp mostly see the same few
+// Eight words of two 16-bit counters for each symbol: the lanes of a warp mostly see the same few
 // symbols and would otherwise queue for one address.
 constexpr u32 kCopies = 8;
 struct Histogram {
   u32 copies[256 * kCopies];
 };
 
-// Index of the first of eight symbols that the `i`-th group of eight to be counted holds.
+// Index of the first symbol in the `i`-th group of eight that is counted.
 __device__ __forceinline__ u32 counted_octet(u32 i, bool all) {
   if (all) return i * kOctet;
   const u32 window = i / (kSample / kOctet), part = i % (kSample / kOctet);
@@ -55,8 +55,8 @@ __device__ __forceinline__ u32 counted_octets(u32 n) {
   return n <= kCountAll ? (n + kOctet - 1) / kOctet : (n + kWindow - 1) / kWindow * (kSample / kOctet);
 }
 
-// Counts a plane that is 16-byte aligned into `counts[256]`: all symbols of a sparse one, where many are rare,
-// else a sample. All threads take part.
+// Counts a 16-byte aligned plane into `counts[256]`: all symbols if the plane is sparse (many are rare then) or
+// short, else a sample. All threads take part.
 template <class Density>
 __device__ __forceinline__ void count_plane(const u8* plane, u32 n, Density density, Histogram& hist, u32* counts) {
   static_assert(kMaxPlaneBytes / (2 * kCopies) <= 1u << 15, "a counter of 16 bits sees a sixteenth of the symbols");
@@ -85,7 +85,7 @@ __device__ void count_symbols(const u8* values, u32 n, Histogram& hist, u32* cou
     count_octet(hist, o.e, left);
   };
   u32 i = threadIdx.x;
-  // Several loads at once: nothing else hides their latency here.
+  // Several loads at once, since nothing else hides their latency here.
   constexpr u32 kAtOnce = 8 / kWidth;
   if (aligned && n % kWindow == 0) {
     for (; i + (kAtOnce - 1) * kStep < octets; i += kAtOnce * kStep) {
@@ -107,15 +107,15 @@ __device__ void count_symbols(const u8* values, u32 n, Histogram& hist, u32* cou
 
 // ---- frequencies ----
 
-// The table of a chunk.
+// A table while it is made.
 struct Model {
   u32 escape;  // frequency of the escape
   u32 kept;    // number of symbols in the table
-  // By rank, as the table is written.
+  // By rank, the order in which the table is written.
   u8 symbol[256];
   u16 freq[256];
   u16 start[256];
-  // By symbol, ascending: what the ranks are made of.
+  // By ascending symbol, before ranking.
   u8 listed[256];
   u32 listed_count[256];
   u16 listed_freq[256];
@@ -130,7 +130,7 @@ __device__ __forceinline__ void choose_symbols(const u32* counts, bool all, u32 
   for (int k = 0; k < 8; k++) sum += count[k] = counts[first + k];
   const u32 n = warp_sum(sum);
 
-  // count * total * 5 >= n, which of 2^19 symbols would not fit.
+  // The smallest count with count * total * 5 >= n; for 2^19 symbols that product would overflow.
   const u32 least = (n + total * 5 - 1) / (total * 5);
   u32 dropped = 0, mine = 0;
 #pragma unroll
@@ -168,17 +168,17 @@ __device__ __forceinline__ void choose_symbols(const u32* counts, bool all, u32 
   __syncwarp();
 }
 
-// What decides where a frequency is changed: a count in relation to it. Counts are at most 2^19.
+// Decides which frequency is changed: a count relative to its frequency. Counts are at most 2^19.
 __device__ __forceinline__ u32 weight(u32 count, u32 divisor) { return count * 4096 / divisor; }
 
-// The smallest of `weights` over a warp, of equal ones the smallest index.
+// The index of a warp's smallest `weight`; among equal weights, the smallest index.
 __device__ __forceinline__ u32 index_of_least(u32 weight, u32 index) {
   const u32 least = warp_min(weight);
   return warp_min(weight == least ? index : ~0u);
 }
 
-// Gives the listed symbols frequencies that add up to `slots` with the escape. One warp; mostly a symbol or
-// none for each lane.
+// Gives the listed symbols frequencies that add up to `slots` with the escape's. One warp; most lanes have
+// one symbol or none.
 __device__ __forceinline__ void choose_frequencies(Model& model, u32 slots) {
   const u32 kept = model.kept, total = slots - model.escape;
   u32 sum = 0;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void choose_frequencies(Model& model, u32 slots) {
   const u32 m = warp_sum(sum);
   sum = 0;
   for (u32 i = lane_id(); i < kept; i += kLanes) {
-    // The nearest integer to count * total / m: of 2^19 symbols twice that would not fit.
+    // The nearest integer to count * total / m. (Doubling that product would overflow for 2^19 symbols.)
     const u32 product = model.listed_count[i] * total, whole = product / m;
     const u32 freq = max(1u, whole + (2 * (product - whole * m) >= m));
     model.listed_freq[i] = static_cast<u16>(freq);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void choose_frequencies(Model& model, u32 slots) {
     if (best % kLanes == lane_id()) model.listed_freq[best]--;
   }
   __syncwarp();
-  // One symbol that is alone: its frequency must fit into a byte.
+  // The frequency of a lone symbol must fit into a byte.
   if (lane_id() == 0 && slots == 256 && model.listed_freq[0] == 256) model.listed_freq[0] = kTotal - 1, model.escape = 1;
 }
 
@@ -233,8 +233,8 @@ __device__ __forceinline__ void rank_symbols(Model& model, u32 first, u32 thread
   }
 }
 
-// Makes a table of `slots` slots from counts, which are of `all` symbols or of a sample. All threads; ends with
-// a barrier.
+// Makes a table of `slots` slots from counts of `all` symbols or of a sample. All threads; ends with a
+// barrier.
 __device__ __forceinline__ void make_model(const u32* counts, bool all, u32 slots, Model& model) {
   if (warp_id() == 0) {
     choose_symbols(counts, all, slots, model);
@@ -262,8 +262,8 @@ __device__ __forceinline__ u32 log2_256(u32 v) {
   return ((whole << 9 | fraction) + 1) >> 1;
 }
 
-// Bits that the counted symbols take with a table of `slots` = 2^P, which has an escape if it lacks one of
-// them. One warp.
+// Bits that the counted symbols take with a table of `slots` = 2^P slots; if the table lacks one of them, it
+// has an escape. One warp.
 __device__ __forceinline__ u32 table_cost(const u32* counts, const u8* symbols, const u16* freqs, u32 kept,
                                           u32 escape, u32 slots) {
   const u32 whole = log2_256(slots);
@@ -312,8 +312,8 @@ __device__ __forceinline__ void take_shared(const SharedTable& table, Model& mod
   if (lane_id() == 0) model.escape = table.escape, model.kept = table.count;
 }
 
-// Chooses between the own and the tensor's table, which may be null; says whether it is the tensor's. All
-// threads; ends with a barrier.
+// Chooses between the stream's own table and the tensor's, which may be null; returns whether it is the
+// tensor's. All threads; ends with a barrier.
 __device__ __forceinline__ bool choose_table(const u32* counts, const SharedTable* table, u32 n, u32 slots,
                                              Model& model) {
   if (table == nullptr) return false;

@@ -1,18 +1,18 @@
-// Contexts of a plane's symbols (docs/format.md, "Contexts"): the number of the table that each is coded with, from
-// what a decoder knows before it decodes the plane. The coders of one table (plane_encode.cuh, plane_decode.cuh) do
-// not look at them; those of several are in contexts.cuh.
+// Contexts of a plane's symbols (docs/format.md, "Contexts"): the index of the table that each is coded with, computed
+// from what a decoder knows before it decodes the plane. The coders of one table (plane_encode.cuh, plane_decode.cuh)
+// ignore contexts; those of several tables are in contexts.cuh.
 #pragma once
 
 #include "frame.cuh"
 
 namespace s4 {
 
-constexpr u32 kClasses = 8;  // of an input's exponents
+constexpr u32 kClasses = 8;  // that an input's exponents are sorted into
 
-// Empty, all are 0: one table codes the plane.
+// If empty, all contexts are 0: one table codes the plane.
 struct PlaneContexts {
-  const u8* classes;    // a number for each symbol, 16-byte aligned; null: all contexts are 0
-  const u8* exponents;  // of the plane behind the exponents these, 16-byte aligned; else null
+  const u8* classes;    // the class of each symbol, 16-byte aligned; null: all contexts are 0
+  const u8* exponents;  // for the plane behind the exponents: the exponents' plane, 16-byte aligned; else null
   u32 size;             // of the plane
 
   struct Eight {
@@ -20,7 +20,7 @@ struct PlaneContexts {
     __device__ __forceinline__ u32 of(int k) const { return byte_of(words, k); }
   };
 
-  // Those of eight symbols; of what is behind the plane 0.
+  // The contexts of the eight symbols at `from`; 0 behind the end of the plane.
   __device__ __forceinline__ Eight tables_of(u32 from) const {
     Eight eight{{0, 0}};
     if (classes == nullptr) return eight;
@@ -42,7 +42,7 @@ struct PlaneContexts {
     return eight;
   }
 
-  // Bit i: a symbol that this thread looks at has context i; bit 31: one from 31 on.
+  // Bit i: a symbol in this thread's share has context i; bit 31: a context of 31 or more. Bit 0 is always set.
   __device__ __forceinline__ u32 seen() const {
     u32 seen = 1;
     if (classes == nullptr) return seen;
@@ -54,7 +54,7 @@ struct PlaneContexts {
     }
     return seen;
   }
-  // Whether all of them are below `tables`, at most kMaxTables. All threads; a barrier.
+  // Whether all contexts are below `tables`, which is at most kMaxTables. All threads; a barrier.
   __device__ __forceinline__ bool below(u32 tables) const { return !__syncthreads_or((seen() >> tables) != 0); }
 };
 

@@ -7,7 +7,7 @@
 
 namespace s4 {
 
-// Most segments of a plane: kMaxDecodeBytes in the smallest ones.
+// Most segments that a plane can have: kMaxDecodeBytes in segments of the smallest size.
 constexpr u32 kMostSegments = kMaxDecodeBytes >> 12;
 constexpr u32 kDecodeWarps = kComposedThreads / kLanes;
 using PlaneWords = WordSource<false>;
@@ -19,13 +19,13 @@ struct PlaneDecodeShared {
   __align__(16) u16 words[kDecodeWarps][PlaneWords::kBytes / 2];
 };
 
-// A stream, whole: 16-byte aligned.
+// A whole stream, with the bytes that were carried; 16-byte aligned.
 struct StreamBytes {
   const u8* at;
   u32 len;
 };
 
-// What a stream is decoded with, and into.
+// A stream to decode, what it is decoded with, and where it goes.
 struct PlaneTarget {
   StreamBytes from;
   u8* plane;                 // 16-byte aligned
@@ -33,7 +33,7 @@ struct PlaneTarget {
   TableSet tables;           // the tensor's
   PlaneContexts contexts;    // of each symbol
   u32* entries;              // scratch memory, for contexts.cuh
-  u8* carry;                 // what the stream carries: 64 bytes for each 4096 symbols; null if nothing
+  u8* carry;                 // where carried bytes go: room for 64 for each 4096 symbols; null if nothing is carried
 
   __device__ __forceinline__ u32 symbols() const { return size; }
   __device__ __forceinline__ const u8* stream() const { return from.at; }
@@ -42,7 +42,7 @@ struct PlaneTarget {
     if (carry != nullptr) *reinterpret_cast<u16*>(carry + segment * kCarryBytes + 2 * lane_id()) = word;
   }
 
-  // Takes symbols `first .. end-1`.
+  // Stores symbols `first .. end-1`.
   template <class Pop>
   __device__ __forceinline__ void blocks(u32 first, u32 end, const Pop& pop) const {
     const u32 mine = lane_id() * kOctet;
@@ -66,7 +66,7 @@ struct WideTable {
   Shared entries;
   u32 escape;  // its frequency
 
-  // Escapes are known by their slots: with P = 8 the entries mark them.
+  // Escapes are recognized by their slots (with P = 8 the entries mark them).
   template <class Words>
   __device__ __forceinline__ void pop(u32& x, Words& words, u32, u32* symbols) const {
     u32 left = 0;
@@ -108,7 +108,7 @@ struct DecodeOneTable {
     return read_header<kBits>(to.from.at, to.from.len, to.size, only_table(to.tables), shared.header,
                               shared.entries.template get<kBits>());
   }
-  // Calls `decode` with what decodes symbols.
+  // Calls `decode` with the table that decodes symbols.
   template <u32 kBits, class Decode>
   __device__ __forceinline__ static bool with_tables(const PlaneTarget&, PlaneDecodeShared<DecodeOneTable>& shared,
                                                      const Decode& decode) {
@@ -118,7 +118,7 @@ struct DecodeOneTable {
   }
 };
 
-// Decodes a stream; `carried`: bytes that it puts at `to.carry`. All threads; ends with a barrier.
+// Decodes a stream; sets `carried` to the number of bytes put at `to.carry`. All threads; ends with a barrier.
 template <u32 kBits, class Context>
 __device__ __forceinline__ Status decode_rans(PlaneTarget to, u32& carried, PlaneDecodeShared<Context>& shared) {
   const Status status = Context::template read<kBits>(to, shared);
@@ -162,7 +162,7 @@ __device__ __forceinline__ Status decode_bits(u32 width, const PlaneTarget& to) 
   return kOk;
 }
 
-// Decodes a stream that is whole. All threads; ends with a barrier.
+// Decodes a whole stream. All threads; ends with a barrier.
 template <class Context>
 __device__ __forceinline__ Status decode_plane(u32 codec, u32 param, const PlaneTarget& to, u32& carried,
                                                PlaneDecodeShared<Context>& shared) {

@@ -1,5 +1,5 @@
-// Codes one plane of a chunk that was split: const, bits, rANS of both precisions, or not at all. `Density`: of
-// differences the CPU's engine counts all symbols and makes longer segments. `Context` tells the table of each
+// Codes one plane of a chunk that was split: const, bits, rANS of both precisions, or not at all. `Density`: like
+// the CPU's engine, differences have all symbols counted and longer segments. `Context` gives the table of each
 // symbol.
 #pragma once
 
@@ -10,7 +10,7 @@ namespace s4 {
 
 // How to code one symbol: bits 0..12 frequency f, 13..24 what is added (the first slot; with P = 8 as in `Coder`), 31
 // escape. With P = 8 the state is multiplied instead of divided: by `multipliers[f]`, then bits 25..27 shift, bit 28
-// round. So the coders of many tables have room in shared memory.
+// round. That way the coders of many tables fit into shared memory.
 constexpr u32 kPlaneEscape = 1u << 31;
 constexpr u32 kMultipliers = kTotal + 1;
 
@@ -35,8 +35,8 @@ static_assert(kSegmentScratch % 16 == 0 && kSegmentScratch >= 3 * kSegment + kSt
 // A coded stream, or the plane itself, in memory.
 struct Coded {
   const u8* at;
-  u32 len;      // of the whole stream, with what the one before it carries
-  u32 carried;  // bytes of the stream behind it that it carries
+  u32 len;      // of the whole stream, including what the previous one carries
+  u32 carried;  // bytes of the next stream that this one carries
   u8 codec, param;
   bool shared;
 };
@@ -55,14 +55,14 @@ struct PlaneShared {
   } u;
 };
 
-// What a plane is coded with.
+// A plane to code, and what it is coded with.
 struct PlaneJob {
   const u8* plane;            // 16-byte aligned
   u32 size;                   // at least 1
   u32 coding;
   TableSet tables;            // the tensor's
   PlaneContexts contexts;     // of each symbol
-  SharedTable* own;           // where contexts.cuh makes tables
+  SharedTable* own;           // where contexts.cuh puts the tables that it makes
   Coded behind;               // the next stream; length 0 if there is none
   u8* stream;                 // where a stream goes: `size` bytes, 16-byte aligned
   u8* segments;               // kSegmentScratch for each segment
@@ -78,7 +78,7 @@ __device__ __forceinline__ void push_narrow_symbol(u32& x, u32 coder, u32 multip
   x = quotient * (kTotal - (coder & 0x1fff)) + (x + (coder >> 13 & 0xfff));
 }
 
-// Codes eight symbols of each lane by their coders. `kLoneEscapes`: two may need no bits at all.
+// Codes eight symbols of each lane with their coders `c`. `kLoneEscapes`: a pair of symbols may need no bits at all.
 template <u32 kBits, bool kLoneEscapes>
 __device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u32* c, const u32* multipliers,
                                                  const u32* symbols) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u
   sink.flush_pieces();
 }
 
-// A plane, as `encode_segment` codes it: what is missing of its last block becomes `padding`.
+// A plane as a source for `encode_segment`: `padding` fills up its last block.
 struct PlaneSource {
   const u8* plane;
   u32 padding;
@@ -137,13 +137,13 @@ struct PlaneSource {
   }
 };
 
-// Scratch of a segment of a stream: longer ones take that of two.
+// Where the scratch of segment `i` ends: a segment of twice the length has twice the scratch.
 template <class Density>
 __device__ __forceinline__ u8* room_end(const Segments<Density>& segments, u8* scratch, u32 i) {
   return scratch + static_cast<u64>(i + 1) * (kSegmentScratch << (segments.log2() - kSegmentLog2));
 }
 
-// Codes all segments into their scratch and their numbers of words into `shared.words`. All threads; ends
+// Codes all segments into their scratch, and puts their word counts into `shared.words`. All threads; ends
 // with a barrier.
 template <class Density, class Coders, class SharedMemory>
 __device__ __forceinline__ void encode_segments(const PlaneJob& job, const Segments<Density>& segments,
@@ -166,7 +166,7 @@ __device__ __forceinline__ void encode_segments(const PlaneJob& job, const Segme
   __syncthreads();
 }
 
-// How to code each symbol, by symbol. All threads; ends with a barrier.
+// Makes the coders of all symbols, indexed by symbol. All threads; ends with a barrier.
 template <u32 kBits>
 __device__ __forceinline__ void make_plane_coders(const Model& model, u32* coders) {
   const u32 escape = make_plane_coder<kBits>(model.escape, 0) | kPlaneEscape;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void make_plane_coders(const Model& model, u32* coder
   __syncthreads();
 }
 
-// How symbols are coded: each with the coder of its context's table.
+// Codes each symbol with its coder in the table of its context.
 template <u32 kBits, class Context>
 struct PlaneCoders {
   const u32* coders;
@@ -217,8 +217,8 @@ struct EncodeOneTable {
   // The tables of the eight symbols from `at` on.
   __device__ __forceinline__ Zeros tables_of(u32) const { return Zeros{}; }
 
-  // Makes the plane's table, or takes the tensor's, and the coders from it; says which. All threads; ends
-  // with a barrier.
+  // Makes the plane's table, or takes the tensor's, and makes the coders from it; returns whether it is the
+  // tensor's. All threads; ends with a barrier.
   template <u32 kBits, class Density>
   __device__ __forceinline__ bool choose(const PlaneJob& job, Density density,
                                          PlaneShared<EncodeOneTable>& shared) const {
@@ -240,7 +240,7 @@ struct EncodeOneTable {
   }
 };
 
-// Codes a plane by rANS, unless that is not shorter. All threads.
+// Codes a plane by rANS; it stays raw if the stream is not shorter. All threads.
 template <u32 kBits, class Density, class Context>
 __device__ __forceinline__ Coded encode_rans(const PlaneJob& job, Density density, PlaneShared<Context>& shared) {
   Context context = Context::of(job);

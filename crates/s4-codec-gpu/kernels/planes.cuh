@@ -118,8 +118,8 @@ __device__ __forceinline__ u32 values_left(u32 at, u32 n) {
   return at >= n ? 0 : (n - at < kOctet ? n - at : kOctet);
 }
 
-// Asks for a line from device memory, so that the load finds it in the L2 cache: one block ahead in a
-// register is too late for it.
+// Prefetches a line from device memory, so that the load finds it in the L2 cache: loading one block ahead
+// into registers is too late.
 __device__ __forceinline__ void prefetch(const void* p) {
 #ifdef __CUDA_ARCH__
   asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
@@ -128,8 +128,8 @@ __device__ __forceinline__ void prefetch(const void* p) {
 #endif
 }
 
-// Loads what nobody writes, and has L2 bring the rest of its line of 128 bytes at the same time: for sequences that
-// a warp reads in pieces of a line or more, and that do not begin where lines do.
+// Loads read-only data, and makes L2 fetch the rest of its 128-byte line at the same time: for sequences that a warp
+// reads in pieces of a line or more, and that do not start at the start of a line.
 #ifdef __CUDA_ARCH__
 __device__ __forceinline__ u32 load_line(const u32* p) {
   u32 v;
@@ -222,7 +222,7 @@ __device__ __forceinline__ void store_values_slow(u8* values, u32 at, const Valu
   store_bytes<8 * kWidth>(values + static_cast<u64>(at) * kWidth, w, count * kWidth);
 }
 
-// Byte A of the value at `p`, and a new one in its place.
+// Reads byte A of the value at `p`; `replace_a` replaces it.
 template <int kWidth>
 __device__ __forceinline__ u32 a_of(const u8* p) {
   return (p[kWidth - 2] << 1 | p[1] >> 7) & 0xff;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void replace_a(u8* p, u32 a) {
   p[1] = static_cast<u8>((p[1] & 0x7f) | a << 7);
 }
 
-// The planes of a chunk that are kept as they are.
+// The planes of a chunk that are stored as they are.
 struct RawPlanes {
   u8* a;
   u8* b;  // 4-byte values only
@@ -261,7 +261,7 @@ __device__ __forceinline__ void store_raw_slow(const RawPlanes& to, u32 at, cons
   store_bytes<16>(to.b + 2 * static_cast<u64>(at), o.b, 2 * count);
 }
 
-// Loads the planes' bytes of eight values from `at` on, `count_a` of plane A and `count` of plane B.
+// Loads the raw bytes of the eight values from `at` on: those of `count_a` values in plane A, `count` in plane B.
 __device__ __forceinline__ void load_raw_slow(const RawPlanes& from, u32 at, Octet<2>& o, u32 count_a, u32) {
   load_bytes<8>(from.a + at, o.a, count_a);
 }

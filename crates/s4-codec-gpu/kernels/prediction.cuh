@@ -1,4 +1,4 @@
-// Every prediction and residual of docs/format.md, for the kernels `predicted`: which one it is, the descriptor says.
+// Every prediction and residual of docs/format.md, for the kernels `predicted`: the descriptor says which one.
 #pragma once
 
 #include "layouts.cuh"
@@ -34,10 +34,10 @@ __device__ __forceinline__ Uint<kWidth> value_of(u32 residual, Uint<kWidth> u, U
 
 // ---- predictions ----
 
-// An fp32 value, rounded to the nearest one of bf16, ties to even. NaNs are not special.
+// An fp32 value rounded to the nearest bf16 value, ties to even. NaNs get no special treatment.
 __device__ __forceinline__ u32 rounded_bf16(u32 x) { return (x + 0x7fff + (x >> 16 & 1)) >> 16; }
 
-// The same of fp16; too large ones, and NaNs, become infinite.
+// The same for fp16; values that are too large, and NaNs, become infinite.
 __device__ __forceinline__ u32 rounded_f16(u32 x) {
   const u32 a = x & 0x7fffffff, sign = x >> 16 & 0x8000;
   if (a >= 0x477ff000) return sign | 0x7c00;
@@ -47,7 +47,7 @@ __device__ __forceinline__ u32 rounded_f16(u32 x) {
   return sign | (m + (1u << (k - 1)) - 1 + (m >> k & 1)) >> k;
 }
 
-// Eight fp32 values, rounded to `bf16` or fp16.
+// Loads eight fp32 values, rounded to bf16 (if `bf16`) or fp16.
 template <int kWidth>
 __device__ __forceinline__ void load_rounded(const u8* values, bool bf16, u32 at, u32 left, Uint<kWidth>* v) {
   u32 wide[8];
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_rounded(const u8* values, bool bf16, u32 at
   for (int k = 0; k < 8; k++) v[k] = bf16 ? rounded_bf16(wide[k]) : rounded_f16(wide[k]);
 }
 
-// The sums of the offsets of rows and columns.
+// Predictions that are sums of row and column offsets.
 struct RowsAndColumns {
   const short* rows;
   const short* columns;
@@ -77,10 +77,10 @@ struct RowsAndColumns {
     if (row == kNoRow) return 0;
     return (static_cast<Uint<kWidth>>(base) + (offset << shift) + more) & kAllBits<kWidth> >> 1;
   }
-  // `more` is added to each, if it is not null.
+  // `more[k]` is added to prediction k, unless `more` is null.
   template <int kWidth>
   __device__ __forceinline__ void predict(u32 at, u32 left, Uint<kWidth>* v, const Uint<kWidth>* more = nullptr) const {
-    // Columns are below 2^31, and a chunk's values below 2^22.
+    // No overflow: a column is below 2^31, and an index in a chunk below 2^22.
     const u32 place = col + at;
     u32 r = row + place / cols, c = place % cols;
     int offset = rows[r];
@@ -104,7 +104,7 @@ struct RowsAndColumns {
   }
 };
 
-// `share` 256ths of the bits below the sign, rounded down. No product wraps.
+// `share` 256ths of the bits below the sign, rounded down. No product overflows.
 template <int kWidth>
 __device__ __forceinline__ Uint<kWidth> share_of(Uint<kWidth> x, u32 share) {
   const Uint<kWidth> magnitude = x & kAllBits<kWidth> >> 1;
@@ -113,13 +113,13 @@ __device__ __forceinline__ Uint<kWidth> share_of(Uint<kWidth> x, u32 share) {
 
 struct AnyPrediction;
 
-// Out of line: inlined for each layout and width they would be most of the kernels' code.
+// Out of line: inlined for each layout and width, these would be most of the kernels' code.
 template <int kWidth>
 __device__ __noinline__ void take_predicted(const AnyPrediction& by, u32 at, u32 left, Uint<kWidth>* v);
 template <int kWidth>
 __device__ __noinline__ void give_predicted(const AnyPrediction& by, u32 at, u32 left, Uint<kWidth>* v);
 
-// What the descriptor says: a policy as `Direct` is (layouts.cuh).
+// The prediction that the descriptor names: a policy like `Direct` (layouts.cuh).
 struct AnyPrediction {
   u32 prediction, residual;
   const u8* input;
@@ -144,7 +144,7 @@ struct AnyPrediction {
     if (c.inputs[kOffsets] == nullptr || c.inputs[kColumns] == nullptr || c.residual != kMagnitude) return false;
     const Offsets& o = *reinterpret_cast<const Offsets*>(c.inputs[kOffsets]);
     if (c.width == 1 || o.cols == 0 || o.cols >> 31 != 0 || o.shift >= 8u * c.width) return false;
-    return (o.first + c.n - 1) / o.cols < o.rows;  // the last value's
+    return (o.first + c.n - 1) / o.cols < o.rows;  // the last value's row
   }
   __device__ __forceinline__ static AnyDensity density(const EncodeChunk& c) { return AnyDensity{c.sparse != 0}; }
   template <class Chunk>
@@ -161,7 +161,7 @@ struct AnyPrediction {
     else if (kWidth > 1 && prediction == kPredictBlend) blend<kWidth>(at, left, p);
     else if (kWidth == 2) load_rounded<kWidth>(input, prediction == kPredictBf16, at, left, p);
   }
-  // Where the offsets predict nothing, nothing is added.
+  // In rows without a prediction (kNoRow) nothing is added.
   template <int kWidth>
   __device__ __forceinline__ void blend(u32 at, u32 left, Uint<kWidth>* p) const {
     Uint<kWidth> before[8] = {};

@@ -1,13 +1,13 @@
 // What the decoders of values (fused_decode.cuh) and of planes (plane_decode.cuh) share: safe on any bytes.
-// Headers are checked before they are used; words are read through a buffer that never asks for a piece behind
-// its segment; the final states and word counts say whether the stream was sound.
+// Headers are checked before they are used; words are read through a buffer that never loads a piece behind its
+// segment; the final states and word counts say whether the stream was sound.
 #pragma once
 
 #include "rans.cuh"
 
 namespace s4 {
 
-// What a header says in front of its table.
+// What is read from a stream's header, and from the first four bytes of a table.
 struct Fixed {
   u32 escape;        // its frequency
   u32 kept;          // symbols of the table
@@ -17,7 +17,7 @@ struct Fixed {
   u32 counts_at;     // offset of the word counts
 };
 
-// The same, slots of the table that is being read, and where the parts of the stream are.
+// The same, the slots of the table that is being read, and where the segments of the stream are.
 template <u32 kMaxSegments>
 struct Header {
   Fixed fixed;
@@ -55,8 +55,8 @@ struct TableBytes {
   }
 };
 
-// Reads what all streams begin with into `h`, but for what their tables say. `head`: the first bytes of the
-// stream. Any thread, on its own.
+// Reads the start of a stream's header into `h`, all fields but those of the table. `head`: the first bytes of
+// the stream. Any thread, on its own.
 __device__ __forceinline__ Status read_shape(const u8* head, u32 len, u32 n, u32 max_segments, Fixed& h) {
   if (len < kHeaderBytes) return kCorrupt;
   if (load_u32(head) != n) return kCorrupt;
@@ -71,8 +71,8 @@ __device__ __forceinline__ Status read_shape(const u8* head, u32 len, u32 n, u32
   return kOk;
 }
 
-// Reads what precedes the symbols of the table at `h.counts_at`, a shared one unless that is null, and moves
-// `h.counts_at` behind the table; it may lie behind the stream then. Any thread, on its own.
+// Reads the count of symbols and the escape of a table: of `shared`, or if that is null of the table in the stream
+// at `h.counts_at`, which then moves behind the table and perhaps behind the stream. Any thread, on its own.
 template <u32 kBits>
 __device__ __forceinline__ Status read_table(const u8* head, u32 len, const SharedTable* shared, Fixed& h) {
   if (shared != nullptr) {
@@ -89,8 +89,8 @@ __device__ __forceinline__ Status read_table(const u8* head, u32 len, const Shar
   return h.kept > 256 || h.escape > 1u << kBits ? kCorrupt : kOk;
 }
 
-// Reads what precedes the only table into `h`; table and word counts fit into the stream if the answer is
-// `kOk`. Any thread, on its own.
+// Reads the header of a stream with one table into `h`, up to the table's symbols; returns `kOk` only if table and
+// word counts fit into the stream. Any thread, on its own.
 template <u32 kBits, u32 kMaxSegments>
 __device__ __forceinline__ Status read_fixed(const u8* head, u32 len, u32 n, const SharedTable* table, Fixed& h) {
   const Status shape = read_shape(head, len, n, kMaxSegments, h);
@@ -122,7 +122,7 @@ __device__ __forceinline__ bool find_segments(const u8* head, u32 len, const Fix
   return warp_max(end) == len;
 }
 
-// First slots of all symbols; false if they do not fill the table. One warp.
+// Finds the first slots of all symbols; false if the symbols do not fill the table. One warp.
 template <u32 kBits, u32 kMaxSegments>
 __device__ __forceinline__ bool find_slots(const TableBytes& table, u32 escape, Header<kMaxSegments>& h) {
   u32 freq[8], sum = 0;
@@ -138,8 +138,8 @@ __device__ __forceinline__ bool find_slots(const TableBytes& table, u32 escape, 
   return lane_id() != kLanes - 1 || at == 1u << kBits;
 }
 
-// Whether some of a table's symbols, which this thread looks at, are there twice or have no frequency. `h.seen` is
-// zero before the first thread calls it.
+// Whether, in this thread's share of a table, a symbol occurs twice or has frequency 0. `h.seen` must be zero before
+// the first thread calls this.
 template <u32 kBits, u32 kMaxSegments>
 __device__ __forceinline__ bool is_bad(const TableBytes& table, Header<kMaxSegments>& h) {
   bool bad = false;
@@ -193,10 +193,10 @@ __device__ __forceinline__ Status read_header(const u8* head, u32 len, u32 n, co
 
 // ---- words ----
 
-// A segment's words, brought from global into shared memory a piece at a time, one piece ahead: what is left
-// of the last piece moves to the front, and the next one goes behind it. Pieces lie at multiples of 16 in
-// memory; what the first one has in front of the words belongs to the stream, too. `kLines`: they come with the
-// rest of their lines (`load_line`), which pays for values of 4 bytes and costs for those of 2.
+// A segment's words, copied from global to shared memory a piece at a time, one piece ahead: what is left of
+// the last piece moves to the front, and the next one goes behind it. Pieces start at multiples of 16 in
+// memory; the bytes in front of the words in the first piece belong to the stream, too. `kLines`: pieces are
+// loaded with the rest of their lines (`load_line`), which helps for 4-byte values and hurts for 2-byte ones.
 template <bool kLines>
 struct WordSource {
   static constexpr u32 kPiece = 256;               // words: 16 bytes a lane
@@ -207,7 +207,7 @@ struct WordSource {
   Shared buffer;       // kBytes, of this warp, 16-byte aligned
   Shared cursor;       // the next word
   const u8* next;      // the lane's part of the piece after the one in flight
-  int rest;            // words from there to the end of the segment; negative behind it
+  int rest;            // words from `next`'s piece to the end of the segment; negative behind it
   u32 below;           // mask of the lower lanes
   uint4 ahead;         // the lane's part of the piece in flight
 
@@ -217,15 +217,15 @@ struct WordSource {
         next(stream + at / 16 * 16 + 16 * lane_id()), rest(static_cast<int>(count + at % 16 / 2)),
         below(lanes_below()), ahead(make_uint4(0, 0, 0, 0)) {
     advance();
-    // Of the segment before, which had the same buffer, every lane has taken its last words.
+    // Every lane has now taken its last words of the previous segment, which used the same buffer.
     __syncwarp();
     store_shared4(buffer + kNeed + 16 * lane_id(), ahead);
     __syncwarp();
     advance();
   }
 
-  // Loads the lane's 8 words of the next piece if the segment reaches them. Behind its last word there may be
-  // anything: whoever takes it takes too much.
+  // Loads the lane's 8 words of the next piece if the segment reaches that far. What lies behind its last word is
+  // arbitrary: taking it is an error that `all_taken` finds.
   __device__ __forceinline__ void advance() {
     const uint4* from = reinterpret_cast<const uint4*>(next);
     if (rest > static_cast<int>(8 * lane_id())) ahead = kLines ? load_line(from) : __ldcs(from);
@@ -247,7 +247,7 @@ struct WordSource {
 
   __device__ __forceinline__ void refill(u32& x) { take_words(x, cursor, below); }
 
-  // Whether the words taken are just those of the segment: no more, no less.
+  // Whether exactly the words of the segment have been taken.
   __device__ __forceinline__ bool all_taken() const {
     return rest + static_cast<int>(kPiece) + static_cast<int>(buffer + kBytes - cursor) / 2 == 0;
   }
@@ -262,7 +262,7 @@ __device__ __forceinline__ u32 pop(u32& x, Shared entries) {
   return entry;
 }
 
-// Replaces the escapes of a block by their values, round by round; a lane has one at least.
+// Replaces the escapes of a block by their values, round by round; at least one lane has an escape.
 template <class Words>
 __device__ __forceinline__ void pop_escapes(u32& x, Words& words, u32 left, u32* symbols) {
 #pragma unroll 1
@@ -283,7 +283,7 @@ __device__ __forceinline__ void pop_escapes(u32& x, Words& words, u32 left, u32*
 template <class Words>
 __device__ __forceinline__ void pop_block(u32& x, Words& words, Shared entries, u32* symbols) {
   words.prepare();
-  u32 pairs[4], any = 0;  // of entries, bytes 1 and 2 of both: symbols, flags
+  u32 pairs[4], any = 0;  // bytes 1 and 2 of two entries: symbols, flags
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const u32 first = pop(x, entries), second = pop(x, entries);
@@ -312,8 +312,8 @@ struct PairTable {
 };
 
 // Decodes every `kWarps`-th segment of a stream; false if one is not sound. `tables` decodes eight symbols of
-// each lane at a time, and `target` takes them, and the words that the final states carry. `buffer`: of this
-// warp. One warp.
+// each lane at a time; `target` receives the symbols, and the words that the final states carry. `buffer`: this
+// warp's. One warp.
 template <u32 kWarps, class Words, u32 kMaxSegments, class Tables, class Target>
 __device__ __forceinline__ bool decode_segments(const Header<kMaxSegments>& h, const Tables& tables,
                                                 const Target& target, u16* buffer) {

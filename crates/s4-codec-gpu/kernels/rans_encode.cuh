@@ -1,6 +1,6 @@
 // What the encoders of values (fused.cuh) and of planes (plane_encode.cuh) share: a warp codes its segment backwards
-// into the end of its scratch memory, then the parts of a stream are put together. And the coders for P = 8 that
-// multiply instead of dividing, which are those of values.
+// into the end of its scratch memory, then the parts of a stream are put together. Also the coders of values, for
+// P = 8, which multiply instead of dividing.
 #pragma once
 
 #include "frame.cuh"
@@ -12,7 +12,7 @@ constexpr u32 kPiece = 256;  // words that a warp writes or reads at a time: 16 
 
 // ---- table of the encoder ----
 
-// How to code one symbol. `magic` and `shift` divide the state by the frequency f; the rest in one word:
+// How to code one symbol. `magic` and `shift` divide the state by the frequency f; `packed` holds:
 // bits 23..31 what is added (start; for f = 1 the quotient comes out one too small and start + 255
 // makes up for it), bits 8..15 256 - f, bit 7 escape, bit 5 round, bits 0..4 shift.
 struct Coder {
@@ -22,7 +22,7 @@ struct Coder {
 constexpr u32 kEscapeBit = 1u << 7;
 constexpr u32 kRoundBit = 1u << 5;
 
-// The state x that is divided is below f * 2^24. With s = floor(log2 f), floor(x * ceil(2^(32+s) / f)
+// The state x to divide is below f * 2^24. With s = floor(log2 f), floor(x * ceil(2^(32+s) / f)
 // / 2^(32+s)) is exact there for every f below 189. For some larger f it is not, but then
 // floor((x + 1) * floor(2^(32+s) / f) / 2^(32+s)) is; `kRoundBit` says so. (Both by the usual bound on
 // the error of the multiplier, checked for each f by the tests.)
@@ -47,7 +47,7 @@ __device__ __forceinline__ Coder make_coder(u32 freq, u32 start, bool escape) {
   return c;
 }
 
-// All 256 coders (`AlignedTable`).
+// The size of all 256 coders (an `AlignedTable`).
 constexpr u32 kCodersBytes = 256 * sizeof(Coder);
 
 // The coder of byte `k` of `symbols`.
@@ -57,7 +57,7 @@ __device__ __forceinline__ Coder load_coder(Shared coders, u32 symbols, int k) {
   return Coder{v.x, v.y};
 }
 
-// Fills the coders of all 256 symbols; says whether one of them rounds. All threads; barriers.
+// Makes the coders of all 256 symbols; returns whether one of them rounds. All threads; barriers.
 __device__ __forceinline__ bool make_coders(const Model& model, Coder* coders) {
   const Coder escape = make_coder(max(1u, model.escape), 0, true);
   for (u32 s = threadIdx.x; s < 256; s += blockDim.x) coders[s] = escape;
@@ -78,12 +78,12 @@ __device__ __forceinline__ bool make_coders(const Model& model, Coder* coders) {
 struct WordSink {
   static constexpr u32 kPieceBytes = 2 * kPiece;
   static constexpr u32 kBytes = 4 * kPieceBytes;  // of the buffer
-  // Behind a flush less than a piece is left; a block adds at most 384 words in front of it.
+  // A flush leaves less than a piece; a block then adds at most 384 words in front of it.
   static constexpr u32 kEnough = 3 * kPieceBytes;
 
   Shared buffer;   // kBytes, of this warp, 16-byte aligned
   Shared cursor;   // the first word so far
-  Shared written;  // up to here the buffer is still to be written: a whole number of pieces
+  Shared written;  // where the words that are yet to be written end: whole pieces from `buffer`
   u8* target;      // where in the slot the byte at `written` would go
   u32 below;       // mask of the lower lanes
 
@@ -95,7 +95,7 @@ struct WordSink {
     put_words(x, limit, active, cursor, below);
   }
 
-  // Writes whole pieces; at the lower end of the buffer moves the rest to its upper end.
+  // Writes whole pieces; near the lower end of the buffer, moves the rest to the upper end.
   __device__ __forceinline__ void flush_pieces() {
     if (written - cursor < kPieceBytes) return;
     const u32 mine = 16 * lane_id();
@@ -116,7 +116,7 @@ struct WordSink {
     __syncwarp();
   }
 
-  // Puts the states in front of the words and writes what is left. Returns where the states are.
+  // Puts the states in front of the words and writes what is left. Returns the address of the states.
   __device__ __forceinline__ const u8* finish(u32 x) {
     flush_pieces();
     cursor -= kStatesBytes;
@@ -142,7 +142,7 @@ __device__ __forceinline__ void push(u32& x, const Coder& c, u32 minus_freq) {
   x = quotient * minus_freq + (quotient * kTotal + (x + (c.packed >> 23)));
 }
 
-// -f, from its byte.
+// -f, made from the byte 256 - f.
 __device__ __forceinline__ u32 minus_freq(const Coder& c) {
   return __byte_perm(c.packed, ~0u, 0x4441);
 }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void push_block(u32& x, WordSink& sink, Shared coders
   sink.flush_pieces();
 }
 
-// How symbols of one table are coded with P = 8: by multiplication (see `Coder`).
+// Codes symbols with one table and P = 8, by multiplication (see `Coder`).
 template <bool kRound>
 struct PairCoders {
   Shared coders;
@@ -199,9 +199,9 @@ struct PairCoders {
   }
 };
 
-// Codes symbols `first .. end-1` of `source`, which gives them a block at a time from the last one to the
-// first, from state `x` on. `room_end`: where its part of the scratch memory ends. Returns the number of
-// words. One warp.
+// Codes symbols `first .. end-1` of `source`, which provides them a block at a time, the last block first.
+// `x`: the initial state. `room_end`: where the segment's part of the scratch memory ends. Returns the number
+// of words. One warp.
 template <class Source, class Coders>
 __device__ __forceinline__ u32 encode_segment(const Source& source, u32 first, u32 end, u32 x, const Coders& coders,
                                               u16* buffer, u8* room_end) {
@@ -230,7 +230,7 @@ struct ModelBytes {
   }
 };
 
-// What stands in front of a stream's segments: byte `i` of it.
+// Everything in front of a stream's segments, as single bytes.
 template <class TableBytes, class Density>
 struct Head {
   const TableBytes tables;
@@ -266,7 +266,7 @@ struct Head {
   }
 };
 
-// Copies `len` bytes (even) from a 2-byte aligned `from` to a 4-byte aligned `to`, and zeros up to a
+// Copies `len` bytes (even) from a 2-byte aligned `from` to a 4-byte aligned `to`, padded with zeros to a
 // multiple of 4. One warp.
 __device__ __forceinline__ void copy_shifted(const u8* from, u8* to, u32 len) {
   const u32 skew = static_cast<u32>(reinterpret_cast<u64>(from) & 2);
@@ -297,8 +297,8 @@ __device__ __forceinline__ void copy_shifted(const u8* from, u8* to, u32 len) {
   }
 }
 
-// Copies `count` segments to `to`, from offset `at` of the stream on, where their words were counted;
-// `room_end(i)` is where the scratch memory of segment `i` ends. Returns the end. All of `kWarps` warps.
+// Copies `count` segments into the stream at `to`, from offset `at` on. `words`: their word counts; `room_end(i)`:
+// where the scratch memory of segment `i` ends. Returns the end's offset. All of `kWarps` warps.
 template <u32 kWarps, class RoomEnd>
 __device__ __forceinline__ u32 join_segments(u32 count, const u32* words, const RoomEnd& room_end, u8* to, u32 at) {
 #pragma unroll 1

@@ -1,8 +1,8 @@
 // The kernels' entry points. abi.h says how they are called and what their arguments mean; this is the only
 // file that is compiled, for sm_75 and later.
 //
-// The blocks a multiprocessor that the bounds of the fused kernels ask for were the fastest on an H200: fewer
-// registers than they leave mean spills, fewer blocks too little to do while loads are in flight.
+// The fused kernels' launch bounds ask for as many blocks per multiprocessor as were fastest on an H200: more
+// blocks leave too few registers and cause spills, fewer have too little to do while loads are in flight.
 
 #include "abi.h"
 #include "blocks.cuh"
@@ -15,7 +15,7 @@
 
 namespace s4 {
 
-// Where each frame goes: the sum of the lengths below, each rounded up to 16. One block.
+// Sets each frame's offset: the sum of the lengths of all frames before it, each rounded up to 16. One block.
 __device__ __forceinline__ void place_frames(EncodeResult* results, u32 count, u64* total) {
   __shared__ u64 warp_sums[kOffsetsThreads / kLanes];
   const u32 each = (count + kOffsetsThreads - 1) / kOffsetsThreads;
@@ -55,7 +55,7 @@ __device__ __forceinline__ CrcPart part_of_frame(const DecodeChunk& c, u32 plane
   return CrcPart{c.frame + stream.offset, stream.codec == kRaw ? 0 : stream.len};
 }
 
-// Block 2i does the values of chunk i, block 2i + 1 its frame.
+// Block 2i computes the checksum of chunk i's values, block 2i + 1 that of its frame.
 __device__ __forceinline__ void encode_crcs(const EncodeChunk* chunks, EncodeResult* results, const u8* frames,
                                             u64 capacity) {
   __shared__ CrcShared shared;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void encode_crcs(const EncodeChunk* chunks, EncodeRes
 
 __device__ __forceinline__ void check_frame(const DecodeChunk& c, u32& status) {
   __shared__ CrcShared shared;
-  u32 crc = c.crc_raw;  // of a plain chunk both are the same
+  u32 crc = c.crc_raw;  // a plain chunk's checksums are the same
   const u32 planes = min(static_cast<u32>(c.planes), kMaxPlanes);
   if (!c.plain) crc = crc_of_parts<true>(1 + planes, [&](u32 i) { return part_of_frame(c, planes, i); }, shared);
   if (threadIdx.x == 0) status = crc == c.crc_encoded ? kOk : kFrameChecksum;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void check_frame(const DecodeChunk& c, u32& status) {
 __device__ __forceinline__ void check_values(const DecodeChunk& c, u32& status) {
   __shared__ CrcShared shared;
   if (status != kOk) return;
-  __syncthreads();  // all have read it
+  __syncthreads();  // all threads have read `status`
   const u32 crc = crc_of_parts<false>(1, [&](u32) { return CrcPart{c.values, c.n * c.width}; }, shared);
   if (threadIdx.x == 0 && crc != c.crc_raw) status = kValueChecksum;
 }

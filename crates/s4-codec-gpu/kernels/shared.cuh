@@ -1,8 +1,8 @@
 // Shared memory by address, and the two steps that rANS spends its time in.
 //
-// Both are a ballot, a rank and a predicated access. Written in C++ the compiler guards each access
-// with a branch and its reconvergence, which costs a quarter of the kernels' instructions; hence PTX
-// on the device. The C++ beside it is what it means, and what the emulator runs.
+// Both are a ballot, a rank and a predicated access. From C++, the compiler guards each access with a
+// branch and its reconvergence, which costs a quarter of the kernels' instructions; hence PTX on the
+// device. The C++ beside it says what the PTX means, and is what the emulator runs.
 #pragma once
 
 #include "planes.cuh"
@@ -13,8 +13,8 @@ constexpr u32 kAllLanes = 0xffffffffu;
 
 #ifdef __CUDA_ARCH__
 typedef u32 Shared;
-// Hides from the compiler how an address came about, so that it keeps it and does not compute it anew wherever it
-// is used.
+// Hides from the compiler how an address was computed, so that it keeps the address in a register instead of
+// recomputing it at every use.
 __device__ __forceinline__ void hide(Shared& at) { asm volatile("" : "+r"(at)); }
 template <class T>
 __device__ __forceinline__ void hide(T*& p) {
@@ -72,9 +72,9 @@ inline u32 load_shared_u16(Shared at) { return *reinterpret_cast<const u16*>(at)
 inline void store_shared_u16(Shared at, u32 v) { *reinterpret_cast<u16*>(at) = static_cast<u16>(v); }
 #endif
 
-// `kCount` elements, a power of two in bytes, aligned to their size, so that an index can be put into the
-// address by an or. At run time: the shared memory of a block starts wherever the driver leaves off, and that
-// is a multiple of 1024 at best, whatever alignment is asked for.
+// `kCount` elements, aligned to their size in bytes (a power of two), so that an index can be ORed into the
+// address. They are aligned at run time: the shared memory of a block starts wherever the driver's own part
+// ends, which is a multiple of 1024 at best, whatever alignment is asked for.
 template <class T, u32 kCount>
 struct AlignedTable {
   static constexpr u32 kBytes = kCount * sizeof(T);
@@ -86,9 +86,9 @@ struct AlignedTable {
   }
 };
 
-// Every lane whose state is below 2^16 takes a word from `cursor` on, in the order of lanes; the
-// cursor moves behind the words taken. `below` has a bit for each lower lane. Full warp. (On the device all
-// lanes load: a word more may be read, and a register less is needed than for a load that may not happen.)
+// Every lane whose state is below 2^16 takes the next word at `cursor`, in the order of lanes; the cursor
+// moves behind the words taken. `below` has a bit for each lower lane. Full warp. (On the device all lanes
+// load: that may read one word too many, but needs one register less than a conditional load.)
 __device__ __forceinline__ void take_words(u32& x, Shared& cursor, u32 below) {
 #ifdef __CUDA_ARCH__
   asm volatile(

@@ -1,13 +1,14 @@
-// Differences that the optimizer's moments tell (docs/predictors/update.md): their sign by the first moment's, and the
-// table of each symbol by the size of the update. Policies for the composed kernels; all values are of 2 or 4 bytes, in
-// layout `bytes`.
+// Differences predicted from the optimizer's moments (docs/predictors/update.md): their sign from the first moment's,
+// and the table of each symbol from the size of the update. Policies for the composed kernels; values have 2 or 4 bytes
+// and layout `bytes`.
 #pragma once
 
 #include "contexts.cuh"
 
 namespace s4 {
 
-// Eight values of a moment, or of the weights, in 128ths of an octave; the signs are bits of `signs`.
+// The magnitudes of eight values, of a moment or of the weights, in 128ths of an octave; bit k of `signs`: the sign of
+// value k.
 struct EightSizes {
   int of[8];
   u32 signs;
@@ -45,7 +46,7 @@ __device__ __forceinline__ const Update& update_of(const Chunk& c) {
   return *reinterpret_cast<const Update*>(c.inputs[kUpdate]);
 }
 
-// The classes of eight values, a byte each.
+// The classes of eight values, one byte each.
 __device__ __forceinline__ uint2 update_classes(const Update& update, const EightSizes& weights,
                                                 const EightSizes& first, const EightSizes& second) {
   u32 words[2] = {0, 0};
@@ -73,8 +74,8 @@ __device__ __forceinline__ void store_classes(u8* to, u32 at, u32 left, const ui
 
 // ---- residual `descent` ----
 
-// The difference from the parent's values, negated where the first moment is positive: a policy as `Difference` is
-// (layouts.cuh). An encoder writes the classes with it, while all that they are told from is at hand.
+// The difference from the parent's values, negated where the first moment is positive: a policy like `Difference`
+// (layouts.cuh). When encoding, this also writes the classes, since all of their inputs are loaded.
 struct Descent {
   const u8* parent;
   const u8* first;
@@ -128,7 +129,7 @@ struct Descent {
   }
 };
 
-// Layout `bytes` of two widths is all that there is: instead of those of layouts.cuh, for every shape.
+// Only layout `bytes` with two widths is needed, so these replace the versions for every shape in layouts.cuh.
 __device__ __forceinline__ void split_chunk(u32, u32 width, const ValueSpan& span, const Descent& predict,
                                             const PlaneSet& to) {
   if (width == 2) split_values<2, kBytes>(span, predict, to);
@@ -142,7 +143,7 @@ __device__ __forceinline__ void merge_chunk(u32, u32 width, const PlaneSet& from
 
 // ---- contexts `update` ----
 
-// A source of contexts (contexts.cuh): every plane has the same ones, but for those that have one table.
+// A source of contexts (contexts.cuh): the same for all planes, except planes with a single table.
 struct UpdateContexts {
   static constexpr u32 kMostTables = kMaxTables;
   static constexpr bool kPrefersShared = true;
@@ -151,9 +152,9 @@ struct UpdateContexts {
   __device__ __forceinline__ static bool suits(const Chunk& c, u32) {
     return c.contexts == kContextsUpdate;
   }
-  // `Descent` has written them.
+  // `Descent` has written the classes.
   __device__ __forceinline__ static void prepare(const EncodeChunk&) {}
-  // Writes the classes. All threads; they are there after a barrier.
+  // Writes the classes. All threads; readers need a barrier.
   __device__ __forceinline__ static void prepare(const DecodeChunk& c) {
     const Update update = update_of(c);
     u8* const to = update_classes_at(c);

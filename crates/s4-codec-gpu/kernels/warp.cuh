@@ -1,4 +1,4 @@
-// Who a thread is, and sums over a warp.
+// A thread's lane and warp, and reductions over a warp.
 #pragma once
 
 #include "shared.cuh"
@@ -10,8 +10,8 @@ constexpr u32 kLanes = 32;
 __device__ __forceinline__ u32 lane_id() { return threadIdx.x % kLanes; }
 __device__ __forceinline__ u32 warp_id() { return threadIdx.x / kLanes; }
 
-// The same for a full warp, so that the compiler knows it to be equal in all lanes: loops whose bounds
-// follow from it need no code for lanes that went different ways.
+// The same, for a full warp, so that the compiler knows it is equal in all lanes: loops whose bounds depend
+// on it need no code for divergent lanes.
 __device__ __forceinline__ u32 uniform_warp_id() { return __shfl_sync(kAllLanes, warp_id(), 0); }
 
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane_id()) - 1; }

@@ -10,8 +10,8 @@ use crate::Tree;
 /// The sizes of a listed checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointSize {
-    /// Its number since the base ([`Tree`]): 0 for the base.
-    pub number: u32,
+    /// How many checkpoints were saved since the base, this one included ([`Tree`]); 0 for the base.
+    pub since_base: u32,
     /// Bytes that it takes in the store.
     pub stored: u64,
     /// Bytes of its tensors' values.
@@ -55,9 +55,9 @@ impl Policy {
 pub enum Choice {
     /// A delta.
     Delta {
-        /// Its number since the base.
-        number: u32,
-        /// Index of its parent in the `line` that was given.
+        /// How many checkpoints were saved since the base, this one included.
+        since_base: u32,
+        /// Index of its parent in the `chain` that was given.
         parent: usize,
     },
     /// A base, for a reason.
@@ -89,16 +89,21 @@ impl fmt::Display for Reason {
 }
 
 impl Policy {
-    /// What the next checkpoint should be. `line` is the chain of the checkpoint that it follows,
+    /// What the next checkpoint should be. `chain` is that of the checkpoint that it follows,
     /// base first ([`crate::chain()`]), or empty if there is none. `deltas` are the deltas of that
     /// base, oldest first; only the last [`Policy::recent`] of them count.
-    pub fn choose(&self, line: &[CheckpointSize], deltas: &[CheckpointSize], next: Next) -> Choice {
-        let (Some(base), Some(last)) = (line.first(), line.last()) else {
+    pub fn choose(
+        &self,
+        chain: &[CheckpointSize],
+        deltas: &[CheckpointSize],
+        next: Next,
+    ) -> Choice {
+        let (Some(base), Some(last)) = (chain.first(), chain.last()) else {
             return Choice::Base(Reason::First);
         };
-        let number = last.number.saturating_add(1);
-        let numbers: Vec<u32> = line.iter().map(|e| e.number).collect();
-        let Some(parent) = self.tree.parent_in(number, &numbers) else {
+        let since_base = last.since_base.saturating_add(1);
+        let positions: Vec<u32> = chain.iter().map(|e| e.since_base).collect();
+        let Some(parent) = self.tree.parent_in(since_base, &positions) else {
             return Choice::Base(Reason::Full);
         };
         if at_least(next.changed, next.raw, self.changed) {
@@ -108,7 +113,7 @@ impl Policy {
         if !recent.is_empty() && recent.len() == self.recent && self.no_longer_pay(*base, recent) {
             return Choice::Base(Reason::NotPaying);
         }
-        Choice::Delta { number, parent }
+        Choice::Delta { since_base, parent }
     }
 
     /// Compares stored bytes per byte of values, because the base may have had other tensors.
@@ -142,20 +147,20 @@ mod tests {
     fn sizes(stored: &[u64]) -> Vec<CheckpointSize> {
         (0..)
             .zip(stored)
-            .map(|(number, &stored)| CheckpointSize { number, stored, raw: 1000 })
+            .map(|(since_base, &stored)| CheckpointSize { since_base, stored, raw: 1000 })
             .collect()
     }
 
     /// The choice after checkpoints of these sizes, of which the first is the base of the others.
     fn after(policy: Policy, stored: &[u64], next: Next) -> Choice {
         let all = sizes(stored);
-        let mut line = all[..1].to_vec();
-        line.extend(all.last().filter(|e| e.number > 0));
-        policy.choose(&line, &all[1..], next)
+        let mut chain = all[..1].to_vec();
+        chain.extend(all.last().filter(|e| e.since_base > 0));
+        policy.choose(&chain, &all[1..], next)
     }
 
-    fn delta(number: u32, parent: usize) -> Choice {
-        Choice::Delta { number, parent }
+    fn delta(since_base: u32, parent: usize) -> Choice {
+        Choice::Delta { since_base, parent }
     }
 
     #[test]
@@ -166,19 +171,19 @@ mod tests {
 
     #[test]
     fn parents_are_those_of_the_tree_until_the_base_has_enough() {
-        let mut line = sizes(&[700]);
+        let mut chain = sizes(&[700]);
         let mut parents = vec![];
-        while let Choice::Delta { number, parent } = policy().choose(&line, &[], SAME) {
-            parents.push(line[parent].number);
-            line.truncate(parent + 1);
-            line.push(CheckpointSize { number, ..line[0] });
+        while let Choice::Delta { since_base, parent } = policy().choose(&chain, &[], SAME) {
+            parents.push(chain[parent].since_base);
+            chain.truncate(parent + 1);
+            chain.push(CheckpointSize { since_base, ..chain[0] });
         }
         assert_eq!(parents, [0, 0, 0, 0, 4, 4, 4, 0, 8, 8, 8, 0, 12, 12, 12]);
-        assert_eq!(policy().choose(&line, &[], SAME), Choice::Base(Reason::Full));
+        assert_eq!(policy().choose(&chain, &[], SAME), Choice::Base(Reason::Full));
         let alone = Policy::new(Tree::new(1, 2));
         assert_eq!(after(alone, &[700], SAME), Choice::Base(Reason::Full));
-        line[1].number = u32::MAX;
-        assert_eq!(policy().choose(&line, &[], SAME), Choice::Base(Reason::Full));
+        chain[1].since_base = u32::MAX;
+        assert_eq!(policy().choose(&chain, &[], SAME), Choice::Base(Reason::Full));
     }
 
     #[test]
@@ -210,10 +215,10 @@ mod tests {
 
     #[test]
     fn numbers_of_any_size_do_not_overflow() {
-        let huge = [CheckpointSize { number: 0, stored: u64::MAX, raw: u64::MAX }; 5];
+        let huge = [CheckpointSize { since_base: 0, stored: u64::MAX, raw: u64::MAX }; 5];
         let next = Next { raw: u64::MAX, changed: 1 };
         assert_eq!(policy().choose(&huge, &huge, next), Choice::Base(Reason::NotPaying));
-        let empty = [CheckpointSize { number: 0, stored: 0, raw: 0 }; 5];
+        let empty = [CheckpointSize { since_base: 0, stored: 0, raw: 0 }; 5];
         assert_eq!(policy().choose(&empty, &empty, SAME), delta(1, 1));
     }
 }

@@ -97,14 +97,14 @@ impl Tree {
         std::iter::successors(Some(1), move |p| Some(p * radix)).take_while(move |p| *p < chain)
     }
 
-    /// The index of the parent of `number` in `line`, which holds the numbers of the last saved
+    /// The index of the parent of `number` in `chain`, which holds the numbers of the last saved
     /// checkpoint's chain, base first. Whatever rule that chain followed, the parent is at most
-    /// `hops - 1` hops from the base. `None` if a base is due or `line` is empty.
-    pub fn parent_in(&self, number: u32, line: &[u32]) -> Option<usize> {
+    /// `hops - 1` hops from the base. `None` if a base is due or `chain` is empty.
+    pub fn parent_in(&self, number: u32, chain: &[u32]) -> Option<usize> {
         let parent = self.parent(number)?;
-        let near = line.len().min(self.hops as usize);
+        let near = chain.len().min(self.hops as usize);
         // A base can be the parent of any number: one that was a delta before counts as number 0.
-        line[..near].iter().rposition(|n| *n <= parent).or((near > 0).then_some(0))
+        chain[..near].iter().rposition(|n| *n <= parent).or((near > 0).then_some(0))
     }
 
     /// The place value of the lowest nonzero digit of a number that is not 0.
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_are_a_line_and_a_star() {
+    fn the_ends_are_a_chain_and_a_star() {
         for hops in [15, 16, 100] {
             assert_eq!(parents(Tree::new(16, hops)), (0..15).collect::<Vec<_>>());
             assert_eq!(Tree::new(16, hops).parents(), 1);
@@ -172,16 +172,16 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_goes_on_finds_the_parent_in_its_line() {
+    fn a_resuming_writer_finds_the_parent_in_its_chain() {
         for tree in trees() {
-            let mut line = vec![0];
+            let mut chain = vec![0];
             for n in 1..tree.chain() {
-                let at = tree.parent_in(n, &line).unwrap();
-                assert_eq!(Some(line[at]), tree.parent(n), "{tree:?}");
-                line.truncate(at + 1);
-                line.push(n);
+                let at = tree.parent_in(n, &chain).unwrap();
+                assert_eq!(Some(chain[at]), tree.parent(n), "{tree:?}");
+                chain.truncate(at + 1);
+                chain.push(n);
             }
-            assert_eq!(tree.parent_in(tree.chain(), &line), None);
+            assert_eq!(tree.parent_in(tree.chain(), &chain), None);
         }
     }
 
@@ -204,14 +204,14 @@ mod tests {
     fn lines_of_other_rules_are_continued_within_the_hops() {
         for tree in trees() {
             // Each a delta of the one before; a chain whose parent was rebased; arbitrary numbers.
-            let lines: [&[u32]; 5] =
+            let chains: [&[u32]; 5] =
                 [&[0, 1, 2, 3, 4, 5], &[0, 9, 10], &[7, 3, 9], &[u32::MAX; 9], &[5]];
-            for line in lines {
+            for chain in chains {
                 for n in 1..tree.chain() {
-                    let at = tree.parent_in(n, line).unwrap();
-                    assert!(at < line.len() && at < tree.hops() as usize, "{tree:?}: {n}");
+                    let at = tree.parent_in(n, chain).unwrap();
+                    assert!(at < chain.len() && at < tree.hops() as usize, "{tree:?}: {n}");
                 }
-                assert_eq!(tree.parent_in(0, line), None);
+                assert_eq!(tree.parent_in(0, chain), None);
             }
             assert_eq!(tree.parent_in(1, &[]), None);
         }

@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 use s4weights::store::{PartOf, RankPart, SaveOptions};
 
 use crate::device::{CudaEngine, PlacedTensor, placed};
-use crate::store::{Store, contents, saved_json, teller};
+use crate::store::{Store, contents, saved_json, staged_callback};
 use crate::watch::progress;
 use crate::writer::{in_groups, to_value_error};
 
@@ -49,7 +49,7 @@ pub(crate) fn save_part<'py>(
         let options = SaveOptions {
             progress: Some(progress()),
             engine,
-            staged: staged.map(teller),
+            staged: staged.map(staged_callback),
             host_changes,
             staging_memory,
             ..SaveOptions::default()

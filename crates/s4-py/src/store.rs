@@ -115,7 +115,7 @@ impl Store {
         let list = sources.list();
         let tensors = list.iter().map(|s| s.tensor()).collect::<PyResult<Vec<_>>>()?;
         let (roles, contents) = (parse_roles(roles)?, contents(tree, blobs, metadata)?);
-        let staged = staged.map(teller);
+        let staged = staged.map(staged_callback);
         let saved = self.watcher.run(py, callback, || {
             let options = SaveOptions {
                 roles,
@@ -284,12 +284,12 @@ impl Store {
     }
 }
 
-/// Calls the Python function `tell` once values are not needed any more.
-pub(crate) fn teller(tell: Py<PyAny>) -> StagedFn {
+/// Calls a Python function once values are not needed any more.
+pub(crate) fn staged_callback(function: Py<PyAny>) -> StagedFn {
     // If the interpreter is shutting down, nobody is waiting for the call.
     Arc::new(move || {
         Python::try_attach(|py| {
-            tell.call0(py).map_or_else(|e| e.write_unraisable(py, None), drop);
+            function.call0(py).map_or_else(|e| e.write_unraisable(py, None), drop);
         });
     })
 }

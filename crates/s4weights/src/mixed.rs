@@ -26,10 +26,10 @@ const RUN: u8 = *CHUNK_LOG2.start();
 type Runs = u8;
 const ALL: Runs = ((1u16 << (1 << (BLOCK - RUN))) - 1) as Runs;
 
-/// What is wanted of a block: its runs, and pieces with where each starts in the block and where it
+/// What the wants need of a block: its runs, and pieces with where each starts in the block and where it
 /// goes.
 #[derive(Default)]
-struct Wanted<'a> {
+struct BlockWants<'a> {
     runs: Runs,
     pieces: Vec<(usize, &'a mut [u8])>,
 }
@@ -50,7 +50,7 @@ impl Reader {
         }
         let is_mixed = |w: &Want<'_>| mixed.get(&w.tensor).is_some_and(Option::is_some);
         let (own, others) = wants.into_iter().partition::<Vec<_>, _>(is_mixed);
-        let mut blocks: BTreeMap<(usize, u64), Wanted<'a>> = BTreeMap::new();
+        let mut blocks: BTreeMap<(usize, u64), BlockWants<'a>> = BTreeMap::new();
         for want in own {
             self.cut(want, &mut blocks);
         }
@@ -91,7 +91,7 @@ impl Reader {
     }
 
     /// Cuts a want at the borders of blocks.
-    fn cut<'a>(&self, want: Want<'a>, blocks: &mut BTreeMap<(usize, u64), Wanted<'a>>) {
+    fn cut<'a>(&self, want: Want<'a>, blocks: &mut BTreeMap<(usize, u64), BlockWants<'a>>) {
         let width = self.tensors[want.tensor].dtype.value_width() as u64;
         let (block, run) = (width << BLOCK, width << RUN);
         let (mut at, mut rest) = (want.first, want.to);

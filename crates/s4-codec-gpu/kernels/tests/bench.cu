@@ -1,10 +1,10 @@
-// Times the kernels on real data and checks that all values come back. Medians by CUDA events, 1e9 bytes of
-// values a second; the copy counts bytes read and written.
+// Times the kernels on real data and checks that all values come back. Medians, timed with CUDA events, in
+// 1e9 bytes of values per second; the device copy counts bytes read and bytes written.
 //
 //   nvcc -O3 -std=c++17 -arch=native bench.cu -o bench -ldl && ./bench WIDTH values.bin [MiB] [libnvcomp.so]
 //
-// `values.bin` holds values as they are; it is repeated until there are MiB (default 1024) of them. With
-// nvCOMP's library its ANS is measured in the same run.
+// `values.bin` holds raw values; it is repeated to fill MiB (default 1024) mebibytes. If nvCOMP's library is
+// given, its ANS is measured in the same run.
 #include <algorithm>
 #include <cstring>
 #include <functional>
@@ -55,7 +55,7 @@ static float time(const std::function<void()>& work) {
   return times[times.size() / 2];
 }
 
-// The entry points of one way through the kernels.
+// The entry points of one kind of kernels.
 struct Kernels {
   const char* name;
   uint32_t threads;
@@ -122,7 +122,7 @@ static std::vector<s4::DecodeChunk> decode_chunks(const Data& d, const std::vect
   return out;
 }
 
-// Encodes and decodes all data by one way, and prints what it took. Returns the frame of the first chunk.
+// Encodes and decodes all data with `k`, and prints the times. Returns the frame of the first chunk.
 static Bytes run(const Data& d, const Kernels& k, uint32_t flags, const s4::SharedTable* tables) {
   const bool composed = k.threads == s4::kComposedThreads && k.encode == s4_encode_composed;
   const size_t fused = d.width == 2 ? s4::kFusedScratch2 : s4::kFusedScratch4;
@@ -171,7 +171,7 @@ static Bytes run(const Data& d, const Kernels& k, uint32_t flags, const s4::Shar
   return first;
 }
 
-// The table of the first stream of a frame, with an escape.
+// Shared tables for all planes: the table of a frame's first stream for plane 0, none for the others.
 static std::vector<s4::SharedTable> table_of(const Bytes& frame, uint32_t planes) {
   const uint8_t* t = &frame[planes == 2 ? 24 : 40];
   std::vector<s4::SharedTable> tables(planes);

@@ -1,4 +1,4 @@
-// Instances of the composed kernels with contexts that lie in memory, for the tests: any number of tables, of any
+// Instances of the composed kernels with contexts read from memory, for the tests: any number of tables for any
 // plane. Include it after s4.cu.
 #pragma once
 
@@ -6,8 +6,8 @@
 
 namespace s4 {
 
-// A chunk's input `kMemoryContexts`, 16-byte aligned, has the contexts of plane i where `plane_at` says, below
-// kMaxTables each; `contexts` of the descriptor says which planes have any, as bits.
+// A chunk's input `kMemoryContexts` (16-byte aligned) has the contexts of plane i, each below kMaxTables, where
+// `plane_at` says; bit i of the descriptor's `contexts` says whether plane i has any.
 constexpr u32 kMemoryContexts = kOffsets;
 
 struct MemoryContexts {

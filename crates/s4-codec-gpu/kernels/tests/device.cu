@@ -2,7 +2,7 @@
 //
 //   nvcc -O3 -std=c++17 -arch=native device.cu -o device && ./device JOBS ANSWERS
 //
-// The answers must be the emulator's, byte for byte. Every buffer is an allocation of its own, for
+// The answers must equal the emulator's, byte for byte. Every buffer is a separate allocation, for
 // compute-sanitizer.
 #include "../s4.cu"
 #include "contexts.h"

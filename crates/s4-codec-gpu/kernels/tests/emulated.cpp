@@ -1,9 +1,9 @@
-// The kernels, run by the emulator for whoever drives this program:
+// Runs the kernels in the emulator, on jobs from a file:
 //
 //   emulated JOBS ANSWERS
 //   emulated foreign           (foreign.h)
 //
-// Every buffer is just as long as abi.h asks for, so that the address sanitizer sees what lies outside.
+// Every buffer is exactly as long as abi.h requires, so that the address sanitizer catches accesses outside it.
 #include "../emulator.h"
 
 #include "../s4.cu"
@@ -24,7 +24,7 @@ class Buffer {
   }
   uint8_t* data() const { return all_.get() + skew_; }
   size_t size() const { return len_; }
-  // Fails if what lies in front was written to.
+  // Fails if the bytes in front of the data were written to.
   void check() const {
     for (const uint8_t* p = all_.get(); p < data(); p++)
       if (*p != kPoison) fail("a write in front of a buffer");

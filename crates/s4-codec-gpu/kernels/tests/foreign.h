@@ -1,6 +1,6 @@
-// Streams that the encoders here do not write but a decoder must read or refuse: other sizes of segments,
-// lone escapes, tables in another order, states that end elsewhere than the header says. And the multiplication
-// that the fused encoder divides by. Emulator only; include it after jobs.h.
+// Streams that these encoders do not write but a decoder must read or refuse: other segment sizes, lone
+// escapes, tables in another order, final states that contradict the header. Also tests the multiplication that
+// replaces division in the fused encoder. Emulator only; include it after jobs.h.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ static Bytes values_of(int width, size_t n) {
   return out;
 }
 
-// Decodes plane E's stream with the other planes raw, less `carried` bytes of plane A.
+// Decodes plane E's stream, with the other planes raw and plane A short of its last `carried` bytes.
 static uint32_t decode(bool fused, int width, const Bytes& values, const Bytes& stream, size_t carried, Bytes* out) {
   const uint32_t n = static_cast<uint32_t>(values.size() / width);
   std::vector<Bytes> parts = {stream, reference::plane(values, width, 1)};
@@ -71,7 +71,7 @@ static reference::Table table_of(const Bytes& e) {
 static void tables_and_segments(bool fused) {
   const Bytes values = values_of(2, 30000), e = reference::plane(values, 2, 0), a = reference::plane(values, 2, 1);
   std::vector<reference::Table> tables(3);
-  tables[0].escape = 256;  // every symbol raw
+  tables[0].escape = 256;  // every symbol is an escape
   tables[1] = tables[2] = table_of(e);
   std::shuffle(tables[1].symbols.begin(), tables[1].symbols.end(), rng);
   uint32_t at = tables[1].escape;
@@ -85,7 +85,7 @@ static void tables_and_segments(bool fused) {
       }
 }
 
-// More segments than the block has warps, and more than the fused decoder takes.
+// More segments than the block has warps, and more values than the fused decoder accepts.
 static void many_segments(bool fused) {
   for (uint32_t n : {262144u, 262145u}) {
     const Bytes values = values_of(4, n), e = reference::plane(values, 4, 0), a = reference::plane(values, 4, 1);
@@ -115,7 +115,7 @@ static void wrong_carry(bool fused) {
   }
 }
 
-// The fused encoder's division against division, at the edges of every quotient that matters.
+// Compares the fused encoder's division by multiplication with real division, on both sides of multiples of f.
 static void division() {
   for (uint32_t f = 1; f <= 256; f++) {
     const s4::Coder c = s4::make_coder(f, 0, false);

@@ -1,14 +1,14 @@
 // Batches of chunks from a file, through the kernels, into a file: for the emulator (emulated.cpp) and for a
 // GPU (device.cu), which differ in where memory is and in how a kernel is launched.
 //
-// A file of jobs holds batches, each an operation (`u32`: 1 encode, 2 decode, 3 checksums, 4 copies), a count
-// (`u32`) and as many items as the structures below say. The answers are the results, in order.
+// A file of jobs holds batches, each an operation (`u32`: 1 encode, 2 decode, 3 checksums, 4 copies, 5 copies of
+// rows), a count (`u32`) and that many items (the structures below). The answers are the results, in order.
 #pragma once
 
 #include "jobs_io.h"
 
-// What a run needs of its machine:
-//   Memory      buffers, each an allocation of its own, `skew` bytes above a multiple of 16:
+// What emulated.cpp and device.cu must define:
+//   Memory      buffers, each a separate allocation, `skew` bytes above a multiple of 16:
 //                 u8* add(bytes, skew), u8* add(len, skew), Bytes read(address, len), void check()
 //   S4_LAUNCH(kernel, grid, block, arguments...)
 
@@ -23,7 +23,7 @@ static void for_runs(const std::vector<uint32_t>& kinds, const Body& body) {
   }
 }
 
-// Tables, so many for each plane.
+// Reads each plane's tables, `counts[i]` of them for plane i.
 static void add_tables(Input& in, Memory& pool, const uint8_t* counts, s4::TableSet* to) {
   for (uint32_t i = 0; i < s4::kMaxPlanes; i++) {
     if (counts[i] == 0) continue;
@@ -39,19 +39,19 @@ struct EncodeItem {
                  // 11: update
   uint8_t width, layout, residual;
   uint8_t coding[s4::kMaxPlanes];
-  uint8_t tables[s4::kMaxPlanes];  // of each plane
+  uint8_t tables[s4::kMaxPlanes];  // number of tables of each plane
   uint32_t n, flags, skew;
   uint8_t contexts, prediction, sparse, class_top, class_shift, reserved[3];
   uint32_t input_len, more_len, columns_len;  // bytes of the inputs
-  // then: tables, values, the inputs; with kind 11 how updates become classes
+  // then: tables, values, the inputs; with kind 11, `Update`
 };
 static_assert(sizeof(EncodeItem) == 52, "");
 
-// The inputs of a chunk.
+// Reads the inputs of a chunk.
 template <class Chunk, class Item>
 static void add_inputs(Input& in, Memory& pool, const Item& item, Chunk& c) {
   if (item.input_len > 0) c.inputs[s4::kParent] = pool.add(in.bytes(item.input_len), item.skew * 3 % 16);
-  // Moments lie anywhere.
+  // Moments may have any alignment.
   const uint32_t skew = item.kind == 11 ? item.skew % 16 : 0;
   if (item.more_len > 0) c.inputs[s4::kOffsets] = pool.add(in.bytes(item.more_len), skew);
   if (item.columns_len > 0) c.inputs[s4::kColumns] = pool.add(in.bytes(item.columns_len), skew * 5 % 16);
@@ -145,9 +145,9 @@ struct DecodeItem {
   uint32_t n, frame_len, crc_encoded, crc_raw, skew, input_len;
   uint8_t tables[s4::kMaxPlanes];
   s4::DecodeStream streams[s4::kMaxPlanes];
-  uint8_t prediction, in_place, class_top, class_shift;  // in_place: the input is what lies in `values`
+  uint8_t prediction, in_place, class_top, class_shift;  // in_place: `values` is the parent's buffer
   uint32_t more_len, columns_len;
-  // then: tables, frame, the inputs; with kind 11 how updates become classes
+  // then: tables, frame, the inputs; with kind 11, `Update`
 };
 static_assert(sizeof(DecodeItem) == 148, "");
 
@@ -159,7 +159,7 @@ static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t
   const size_t bytes = size_t(item.n) * item.width;
   add_tables(in, pool, item.tables, c.tables);
   Bytes frame = in.bytes(item.frame_len);
-  frame.resize(s4::round_up64(frame.size(), 16), 0xa5);  // readable, but nothing that counts
+  frame.resize(s4::round_up64(frame.size(), 16), 0xa5);  // readable, but with arbitrary contents
   c.frame = pool.add(frame);
   add_inputs(in, pool, item, c);
   c.values = item.in_place ? const_cast<uint8_t*>(c.inputs[s4::kParent]) : pool.add(bytes, item.skew);
@@ -203,7 +203,7 @@ static void decode(Input& in, Output& out, uint32_t count) {
   const Bytes states = pool.read(status, 4 * count);
   for (uint32_t i = 0; i < count; i++) {
     out.put(&states[4 * i], 4);
-    // Values of a chunk that is refused are unspecified.
+    // The values of a refused chunk are unspecified: zeros are written instead.
     const size_t len = size_t(chunks[i].n) * chunks[i].width;
     const bool sound = states[4 * i] == s4::kOk;
     out.put(sound ? pool.read(chunks[i].values, len).data() : Bytes(len).data(), len);

@@ -1,4 +1,4 @@
-// The files of jobs.h.
+// Reads and writes the files of jobs.h.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// nvCOMP's ANS beside the kernels, in the same run: opened at run time, declared by hand.
+// Times nvCOMP's ANS in the same run as the kernels. The library is opened at run time; its API is declared by hand.
 #pragma once
 
 #include <dlfcn.h>

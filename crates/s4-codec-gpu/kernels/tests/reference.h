@@ -1,5 +1,5 @@
 // The `rans` bitstream (docs/codecs/rans.md) for P = 8, one table in the stream: an encoder and a
-// decoder in the plainest words, to compare the kernels with. The decoder trusts its input.
+// decoder, as simple as possible, to compare the kernels with. The decoder trusts its input.
 #pragma once
 
 #include <cstdint>
@@ -146,7 +146,7 @@ inline Bytes encode(const Bytes& s, const Table& t, const Bytes& carry, int segm
   return out;
 }
 
-// The end of plane A that plane E carries; nothing if plane A is too short.
+// The end of plane A that plane E's stream carries; empty if plane A is too short.
 inline Bytes tail(const Bytes& a, int segment_log2 = 14) {
   const size_t len = carry_len(a.size(), segment_log2);
   return len <= a.size() ? Bytes(a.end() - len, a.end()) : Bytes();
@@ -156,7 +156,7 @@ inline Bytes encode(const Bytes& e, const Bytes& a) {
   return encode(e, choose(count(e.data(), e.size()), e.size() <= 8192), tail(a));
 }
 
-// Decodes a stream that is known to be sound; `carry` gets what it carries.
+// Decodes a stream that is known to be valid; appends what it carries to `carry`.
 inline Bytes decode(const Bytes& in, Bytes* carry) {
   auto get = [&](size_t at, int bytes) {
     uint32_t v = 0;

@@ -88,9 +88,9 @@ class Storages:
     def nbytes(self) -> int:
         """Bytes of all storages."""
 
-    def tree(self, obj: object, patiently: bool = False) -> str | None:
+    def tree(self, obj: object, yields_gil: bool = False) -> str | None:
         """The object's tree as JSON; adds the storages of its tensors. ``None`` if the object does
-        not fit into a tree; this `Storages` must then be discarded. ``patiently``: other threads
+        not fit into a tree; this `Storages` must then be discarded. ``yields_gil``: other threads
         get the GIL from time to time, and must not change the object meanwhile. Raises `S4Error`
         for tensors whose storage was freed.
         """

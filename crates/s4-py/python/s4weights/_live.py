@@ -67,7 +67,7 @@ def _failures() -> list[str]:
         if error is not None:
             failed.append(
                 f"s4weights: {pending._what} FAILED, and the "
-                f"program ended without asking for its outcome (`{pending._teller}` does): "
+                f"program ended without asking for its outcome (`{pending._reporting_call}` does): "
                 f"{type(error).__name__}: {error}"
             )
     _live.clear()

@@ -93,7 +93,7 @@ class Pending(Generic[T]):
     """
 
     #: The call that would report a failure.
-    _teller = "close()"
+    _reporting_call = "close()"
 
     def __init__(self, what: str) -> None:
         self.stage = "host"
@@ -324,7 +324,7 @@ class PendingFile(Pending[dict[str, Any]]):
             returns.
     """
 
-    _teller = "wait()"
+    _reporting_call = "wait()"
 
     def __init__(self, target: str) -> None:
         super().__init__(f"{target}: the save")

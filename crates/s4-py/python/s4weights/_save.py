@@ -240,13 +240,13 @@ class Described(NamedTuple):
 
 
 def describe(
-    obj: object, pickle_module: Any, protocol: int, patiently: bool = False
+    obj: object, pickle_module: Any, protocol: int, yields_gil: bool = False
 ) -> tuple[StorageWriter, Described]:
-    """The storages of an object, and what else is stored of it. ``patiently``: nobody waits for
+    """The storages of an object, and what else is stored of it. ``yields_gil``: nobody waits for
     this thread, so it lets others have the GIL from time to time.
     """
     storages, blobs = StorageWriter(), {}
-    tree = storages.write_tree(obj, patiently)
+    tree = storages.write_tree(obj, yields_gil)
     if tree is None:
         storages = StorageWriter()
         blobs["pickle"] = _pickled.dump(obj, storages, pickle_module, protocol)

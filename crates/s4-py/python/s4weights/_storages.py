@@ -59,13 +59,13 @@ class StorageWriter:
     def __init__(self) -> None:
         self.native = _core.Storages()
 
-    def write_tree(self, obj: object, patiently: bool = False) -> str | None:
+    def write_tree(self, obj: object, yields_gil: bool = False) -> str | None:
         """The tree of an object as JSON; adds its storages. ``None`` if the object is not plain;
-        this writer must then be discarded. ``patiently``: nobody waits for this thread, so it lets
+        this writer must then be discarded. ``yields_gil``: nobody waits for this thread, so it lets
         others have the GIL from time to time.
         """
-        if patiently:
-            return self.native.tree(obj, patiently=True)
+        if yields_gil:
+            return self.native.tree(obj, yields_gil=True)
         with NoCollection():
             return self.native.tree(obj)
 

@@ -387,8 +387,8 @@ class CheckpointStore(Catalog):
         recorder = Recorder("save", self.url, step)
         texts, numbers, words = dict(metadata or {}), numbers_of(metrics), texts_of(tags)
 
-        def described(state: object, patiently: bool = False) -> tuple[StorageWriter, Described]:
-            storages, about = describe(state, pickle_module, pickle_protocol, patiently)
+        def described(state: object, yields_gil: bool = False) -> tuple[StorageWriter, Described]:
+            storages, about = describe(state, pickle_module, pickle_protocol, yields_gil)
             recorder.raw_bytes = storages.nbytes()
             return storages, about
 

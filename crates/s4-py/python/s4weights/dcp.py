@@ -95,11 +95,11 @@ class _Share(NamedTuple):
 
 #: The share that this thread received last. It has precedence over the one in the plan: a planner
 #: that caches plans passes the first save's share to all later saves.
-_told = threading.local()
+_of_thread = threading.local()
 
 
 def _received(part_of: str, rank: int) -> _Share:
-    _told.share = share = _Share(part_of, rank)
+    _of_thread.share = share = _Share(part_of, rank)
     return share
 
 
@@ -193,7 +193,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._alone = {}
         self._rank = int(kwargs.get("rank", 0))
-        _told.share = None
+        _of_thread.share = None
         if not kwargs.get("use_collectives", True):
             self._alone = {_RANK: str(kwargs.get("rank", 0)), _RANKS: str(_world())}
         if self._place.step is None:
@@ -210,7 +210,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._part_of = _core.begin_parts(native, raw, self._base)
         shares = [_Share(self._part_of, rank) for rank in range(len(plans))]
         # Without collectives there is only this rank's plan, whichever rank it is.
-        _told.share = shares[self._rank if len(plans) > 1 else 0]
+        _of_thread.share = shares[self._rank if len(plans) > 1 else 0]
         pairs = zip(plans, shares, strict=True)
         return [dataclasses.replace(plan, storage_data=share) for plan, share in pairs]
 
@@ -222,7 +222,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 raise ConflictError(what)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        share: _Share = _told.share or plan.storage_data
+        share: _Share = _of_thread.share or plan.storage_data
         store = self._place.store
         recorder = Recorder("save", store.url, self._place.step, share.rank)
         held: list[torch.Tensor] = []

@@ -70,12 +70,12 @@ impl Storages {
     }
 
     /// The object's tree as JSON; adds the storages of its tensors. `None` if the object does not fit into a tree; this
-    /// `Storages` must then be discarded. `patiently`: other threads get the GIL from time to time, and must not change
+    /// `Storages` must then be discarded. `yields_gil`: other threads get the GIL from time to time, and must not change
     /// the object meanwhile.
-    #[pyo3(signature = (obj, patiently = false))]
-    fn tree(&mut self, obj: &Bound<'_, PyAny>, patiently: bool) -> PyResult<Option<String>> {
+    #[pyo3(signature = (obj, yields_gil = false))]
+    fn tree(&mut self, obj: &Bound<'_, PyAny>, yields_gil: bool) -> PyResult<Option<String>> {
         let mut tensors = Tensors::new(obj.py(), self)?;
-        tensors.patiently = patiently;
+        tensors.yields_gil = yields_gil;
         tree_of(obj, &mut tensors)
     }
 
@@ -227,7 +227,7 @@ pub(super) struct Tensors<'a, 'py> {
     is_array: Bound<'py, PyAny>,
     as_tensor: Bound<'py, PyAny>,
     /// Whether to let other threads have the GIL from time to time.
-    patiently: bool,
+    yields_gil: bool,
 }
 
 /// After this many tensors, which take some 50 µs, the GIL is released for at least this long: a thread that waits for
@@ -245,7 +245,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
             path: String::new(),
             is_array: arrays.getattr("is_array")?,
             as_tensor: arrays.getattr("as_tensor")?,
-            patiently: false,
+            yields_gil: false,
         })
     }
 
@@ -258,7 +258,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
         text: &mut Vec<u8>,
     ) -> Result<(), Stop> {
         let py = tensor.py();
-        if self.patiently && self.storages.tensors.len() % AT_A_TIME == AT_A_TIME - 1 {
+        if self.yields_gil && self.storages.tensors.len() % AT_A_TIME == AT_A_TIME - 1 {
             py.detach(|| thread::sleep(FOR_OTHERS));
         }
         let Some(plain) = self.torch.plain(tensor, &mut self.storages.dtypes)? else {

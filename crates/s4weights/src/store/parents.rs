@@ -53,7 +53,7 @@ pub(crate) struct ParentCheckpoint {
 }
 
 /// A checkpoint, its ancestors, and the others with the same base.
-pub(crate) struct Line {
+pub(crate) struct Family {
     policy: Policy,
     /// The base last.
     chain: Vec<Checkpoint>,
@@ -62,7 +62,7 @@ pub(crate) struct Line {
     deltas: Vec<CheckpointSize>,
 }
 
-impl Line {
+impl Family {
     /// The next checkpoint's number since the base and the chain that starts with its parent, or
     /// why it must be a base. It has `raw` bytes of tensors, `changed` of which have no counterpart
     /// in the parent.
@@ -74,8 +74,8 @@ impl Line {
         match self.policy.choose(&self.entries, &self.deltas, Next { raw, changed }) {
             Choice::Base(reason) => Err(reason),
             // `self.chain` is in the opposite order.
-            Choice::Delta { number, parent } => {
-                Ok((number, &self.chain[self.chain.len() - 1 - parent..]))
+            Choice::Delta { since_base, parent } => {
+                Ok((since_base, &self.chain[self.chain.len() - 1 - parent..]))
             }
         }
     }
@@ -115,8 +115,8 @@ impl CheckpointStore {
         on_devices: bool,
     ) -> Result<std::result::Result<ParentCheckpoint, WhyBase>> {
         let raw = tensors.iter().map(|t| t.bytes).sum();
-        let line = self.line(history)?;
-        let (number, chain) = match line.next(raw, 0) {
+        let family = self.family(history)?;
+        let (number, chain) = match family.next(raw, 0) {
             Err(reason) => return Ok(Err(WhyBase::Policy(reason))),
             Ok(next) => next,
         };
@@ -125,7 +125,7 @@ impl CheckpointStore {
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
         };
-        if let Err(reason) = line.next(raw, changed(tensors, &*values.parent())) {
+        if let Err(reason) = family.next(raw, changed(tensors, &*values.parent())) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
         let distance = distance(number, chain);
@@ -134,14 +134,14 @@ impl CheckpointStore {
     }
 
     /// The checkpoints that the next one follows.
-    pub(crate) fn line(&self, history: &SaveHistory) -> Result<Line> {
+    pub(crate) fn family(&self, history: &SaveHistory) -> Result<Family> {
         let state = self.state()?;
         let head = self.head(&state, history);
         let chain = head.map_or(Ok(vec![]), |head| chain(&state, head.id()));
         let chain = chain.map_err(|e| self.error(e))?;
         let entries = chain.iter().rev().map(entry).collect();
         let deltas = chain.last().map_or(vec![], |base| newest_deltas(&state, base));
-        Ok(Line { policy: Policy::new(self.options.tree()), chain, entries, deltas })
+        Ok(Family { policy: Policy::new(self.options.tree()), chain, entries, deltas })
     }
 
     /// The checkpoint that the next one follows: what this handle saved last; before its first save
@@ -323,7 +323,7 @@ fn changed(tensors: &[TensorInfo<'_>], parent: &dyn Parent) -> u64 {
 
 fn entry(c: &Checkpoint) -> CheckpointSize {
     CheckpointSize {
-        number: c.since_base(),
+        since_base: c.since_base(),
         stored: c.about.data_len.saturating_add(c.about.manifest_len),
         raw: c.about.raw_len,
     }

@@ -109,8 +109,8 @@ impl CheckpointStore {
             return Ok(as_base(WhyBase::Asked));
         }
         let history = interrupt::lock(&self.history)?;
-        let line = self.line(&history)?;
-        Ok(match line.next(raw, 0) {
+        let family = self.family(&history)?;
+        Ok(match family.next(raw, 0) {
             Err(reason) => as_base(WhyBase::Policy(reason)),
             Ok((number, chain)) => {
                 let parent = chain.first().map(Checkpoint::reference);

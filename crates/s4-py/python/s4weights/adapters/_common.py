@@ -50,16 +50,16 @@ def first_decides(
     """Runs ``work`` in the first process; returns its result, or raises its error, in all of them.
     ``broadcast`` fills the other processes' lists with the first one's.
     """
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if is_first:
         try:
-            told[0] = work()
+            outcome[0] = work()
         except Exception as error:
-            told[1] = error
-    broadcast(told)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            outcome[1] = error
+    broadcast(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
 
 
 def step_in(path: str | os.PathLike[str]) -> int:

@@ -112,12 +112,12 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             except Exception as error:
                 self._failed = self._failed or error
         failed, self._failed = self._failed, None
-        told: list[str | None] = [None if failed is None else str(failed)]
+        failures: list[str | None] = [None if failed is None else str(failed)]
         if dist.is_available() and dist.is_initialized():
-            mine = told[0]
-            told = [None] * dist.get_world_size()
-            dist.all_gather_object(told, mine)
-        for rank, what in enumerate(told):
+            mine = failures[0]
+            failures = [None] * dist.get_world_size()
+            dist.all_gather_object(failures, mine)
+        for rank, what in enumerate(failures):
             if what is not None:
                 raise S4Error(
                     f"checkpoint {info.tag}: not saved by rank {rank}: {what}"
