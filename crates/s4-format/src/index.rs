@@ -253,6 +253,8 @@ fn parse_record(record: &[u8], pools: &Pools<'_>) -> Result<Tensor> {
         1 => TensorKind::Packed { pack: aux, first: place },
         k => return Err(Error::unsupported(format!("tensor kind {k}"))),
     };
+    // A packed tensor's plan is its pack's; the field may hold anything.
+    let plan = if matches!(kind, TensorKind::Packed { .. }) { 0 } else { plan };
     Ok(Tensor { name: name.to_owned(), dtype, shape, plan, kind })
 }
 
@@ -411,6 +413,13 @@ mod tests {
         assert!(e.contains("names of two tensors overlap"), "{e}");
         let e = table(|r| r[8..12].copy_from_slice(&[2, 0, 0, 0])).unwrap_err().to_string();
         assert!(e.contains("shapes of two tensors overlap"), "{e}");
+    }
+
+    #[test]
+    fn the_plan_of_a_packed_tensor_is_ignored() {
+        let mut bytes = write_table(&sample()).unwrap();
+        bytes[TABLE_HEADER_LEN..][2 * RECORD_LEN..][12..14].fill(0xff);
+        assert_eq!(parse_table(&bytes, 1000, 2).unwrap(), sample());
     }
 
     #[test]

@@ -14,6 +14,7 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::thread;
 use std::time::Duration;
 
+use pyo3::exceptions::PyException;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -55,8 +56,7 @@ pub(crate) fn install() {
     let _ = tracing::subscriber::set_global_default(Bridge);
 }
 
-/// A call into native code: what was logged during it is delivered when this is dropped, attached to
-/// the interpreter.
+/// A call into native code: what was logged during it is delivered when it ends.
 pub(crate) struct Call<'py> {
     py: Python<'py>,
     /// Whether the call flushes from time to time, so that no other thread has to.
@@ -64,66 +64,123 @@ pub(crate) struct Call<'py> {
 }
 
 impl<'py> Call<'py> {
-    pub(crate) fn begin(py: Python<'py>, flushes: bool) -> Self {
-        CALLS.fetch_add(usize::from(flushes), Ordering::Relaxed);
+    /// # Errors
+    /// What Python raises when it is asked for the level: a signal handler may run.
+    pub(crate) fn begin(py: Python<'py>, flushes: bool) -> PyResult<Self> {
         // Cached: looking up the logger takes longer than decoding a small tensor.
         static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let logger = LOGGER.get_or_try_init(py, || {
             let get = py.import("logging")?.getattr("getLogger")?;
             get.call1(("s4weights",)).map(Bound::unbind)
-        });
-        let level = logger.and_then(|l| {
-            l.call_method0(py, intern!(py, "getEffectiveLevel"))?.extract::<usize>(py)
-        });
-        LEVEL.store(level.unwrap_or(WARNING), Ordering::Relaxed);
-        Self { py, flushes }
+        })?;
+        let level = logger.call_method0(py, intern!(py, "getEffectiveLevel"))?;
+        LEVEL.store(level.extract::<usize>(py).unwrap_or(WARNING), Ordering::Relaxed);
+        CALLS.fetch_add(usize::from(flushes), Ordering::Relaxed);
+        Ok(Self { py, flushes })
+    }
+
+    /// Returns the call's outcome, unless [`flush`] raises: then that, with an earlier error as its context.
+    pub(crate) fn end<T>(self, outcome: PyResult<T>) -> PyResult<T> {
+        let py = self.py;
+        drop(self);
+        match flush(py) {
+            Ok(()) => outcome,
+            Err(raised) => Err(in_context(py, outcome.err(), raised)),
+        }
     }
 }
 
 impl Drop for Call<'_> {
     fn drop(&mut self) {
         CALLS.fetch_sub(usize::from(self.flushes), Ordering::Relaxed);
-        flush(self.py);
     }
 }
 
-/// Delivers what is queued. An exception of a handler is printed, as `logging` itself does.
-pub(crate) fn flush(py: Python<'_>) {
-    let Some(mut queue) = queue() else { return };
-    if queue.is_empty() {
-        return;
-    }
+/// Handles signals and delivers what is queued. An exception of a logging handler is printed, as `logging`
+/// itself does.
+///
+/// # Errors
+/// What a signal handler raised, before the delivery or during it, and any exception that is no `Exception`.
+pub(crate) fn flush(py: Python<'_>) -> PyResult<()> {
+    // First: otherwise the handlers of pending signals run in `logging`, which catches what they raise.
+    let mut raised = py.check_signals().err();
+    let Some(mut queue) = queue() else { return raised.map_or(Ok(()), Err) };
     let records = std::mem::take(&mut *queue);
     // Handlers may call native code, which logs.
     drop(queue);
     let lost = LOST.swap(0, Ordering::Relaxed);
-    let send = |record: Record| -> PyResult<()> {
-        let logger =
-            py.import("logging")?.call_method1("getLogger", (logger_of(record.target),))?;
-        logger.call_method1("log", (record.level, "%s", record.message)).map(drop)
-    };
     let more = (lost > 0).then(|| Record {
         level: WARNING,
         target: "s4weights",
         message: format!("{lost} more messages were dropped"),
     });
+    // Found before the delivery: a signal handler may put another one in its own place.
+    let mut on_signal = None;
     for record in records.into_iter().chain(more) {
-        if let Err(e) = send(record) {
+        let on_signal = on_signal.get_or_insert_with(|| signal_code(py).unwrap_or_default());
+        let Err(e) = send(py, record) else { continue };
+        if e.is_instance_of::<PyException>(py) && !passes_through(py, &e, on_signal) {
             e.write_unraisable(py, None);
+        } else {
+            raised = Some(in_context(py, raised, e));
         }
     }
+    raised.map_or(Ok(()), Err)
+}
+
+fn send(py: Python<'_>, record: Record) -> PyResult<()> {
+    let logger = py.import("logging")?.call_method1("getLogger", (logger_of(record.target),))?;
+    logger.call_method1("log", (record.level, "%s", record.message)).map(drop)
+}
+
+/// The code of the Python functions that handle signals. Runs no Python code, unlike the functions of `signal`.
+fn signal_code(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
+    let signal = py.import("_signal")?;
+    let mut all = vec![];
+    for number in signal.call_method0("valid_signals")?.try_iter()? {
+        let handler = signal.call_method1("getsignal", (number?,))?;
+        let code = |f: Bound<'_, PyAny>| f.getattr("__code__").map(Bound::unbind);
+        // A function or method, a `functools.partial` of one, or an object with `__call__`.
+        let found = code(handler.clone())
+            .or_else(|_| code(handler.getattr("func")?))
+            .or_else(|_| code(handler.getattr("__call__")?));
+        all.extend(found.map(|code| code.into_bound(py)));
+    }
+    Ok(all)
+}
+
+/// Whether an exception was raised in a function with one of these codes, or in one that it called.
+fn passes_through(py: Python<'_>, raised: &PyErr, codes: &[Bound<'_, PyAny>]) -> bool {
+    let mut at = raised.traceback(py).map(Bound::into_any);
+    while let Some(entry) = at {
+        let code = entry.getattr("tb_frame").and_then(|frame| frame.getattr("f_code"));
+        if code.is_ok_and(|code| codes.iter().any(|c| c.is(&code))) {
+            return true;
+        }
+        at = entry.getattr("tb_next").ok().filter(|next| !next.is_none());
+    }
+    false
+}
+
+/// An exception as one that was raised while `earlier` was handled.
+fn in_context(py: Python<'_>, earlier: Option<PyErr>, raised: PyErr) -> PyErr {
+    // A signal handler may raise the same object twice.
+    if let Some(earlier) = earlier.filter(|e| !e.value(py).is(raised.value(py))) {
+        raised.set_context(py, Some(earlier));
+    }
+    raised
 }
 
 /// Called before the interpreter exits: delivers what is queued, and starts no more threads.
 #[pyfunction]
-pub(crate) fn close_log(py: Python<'_>) {
+pub(crate) fn close_log(py: Python<'_>) -> PyResult<()> {
     CLOSED.store(true, Ordering::SeqCst);
     py.detach(|| {
         while FLUSHING.load(Ordering::SeqCst) {
             thread::sleep(Duration::from_millis(1));
         }
     });
-    flush(py);
+    flush(py)
 }
 
 /// Called in the child after a fork, where the parent's threads and calls do not exist: drops log records
@@ -185,7 +242,7 @@ fn flush_soon() {
     }
     let work = || {
         if !CLOSED.load(Ordering::SeqCst) {
-            Python::try_attach(flush);
+            Python::try_attach(|py| flush(py).unwrap_or_else(|e| e.write_unraisable(py, None)));
         }
         FLUSHING.store(false, Ordering::SeqCst);
     };

@@ -14,12 +14,18 @@ use crate::store::{Store, contents, saved_json, staged_callback};
 use crate::watch::progress;
 use crate::writer::{in_groups, to_value_error};
 
-/// Begins a checkpoint that several processes store together, of `raw` bytes of tensors. Returns the `part_of`
-/// that every rank needs, as JSON.
+/// Begins a checkpoint that several processes store together, of about `raw` bytes of tensors; `tensors`:
+/// about how many each rank has. Returns the `part_of` of each rank, as JSON.
 #[pyfunction]
-pub(crate) fn begin_parts(py: Python<'_>, store: &Store, raw: u64, base: bool) -> PyResult<String> {
-    let of = store.watcher.run(py, None, || store.inner.begin_parts(raw, base))?;
-    serde_json::to_string(&of).map_err(to_value_error)
+pub(crate) fn begin_parts(
+    py: Python<'_>,
+    store: &Store,
+    raw: u64,
+    tensors: Vec<usize>,
+    base: bool,
+) -> PyResult<Vec<String>> {
+    let of = store.watcher.run(py, None, || store.inner.begin_parts(raw, &tensors, base))?;
+    of.iter().map(serde_json::to_string).collect::<Result<_, _>>().map_err(to_value_error)
 }
 
 /// Stores a rank's tensors. Returns the part, for the coordinator, and its bytes before and after compression.

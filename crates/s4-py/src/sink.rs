@@ -2,6 +2,7 @@
 
 use std::io::{self, Write};
 
+use pyo3::exceptions::PyBlockingIOError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -19,6 +20,8 @@ pub(crate) struct PySink {
     stream: Py<PyAny>,
     /// Whether the stream is of a class of `io` whose `write` copies or writes the data before it returns.
     copies: bool,
+    /// Whether the stream is an `io.RawIOBase`, whose `write` returns `None` if it took nothing.
+    is_raw: bool,
     buffer: Vec<u8>,
 }
 
@@ -30,7 +33,8 @@ impl PySink {
             // The exact class: a subclass may keep a reference to what it is given.
             copies |= stream.get_type().is(&io.getattr(name)?);
         }
-        Ok(Self { stream: stream.unbind(), copies, buffer: Vec::new() })
+        let is_raw = stream.is_instance(&io.getattr("RawIOBase")?)?;
+        Ok(Self { stream: stream.unbind(), copies, is_raw, buffer: Vec::new() })
     }
 
     fn send_buffer(&mut self) -> io::Result<()> {
@@ -51,7 +55,8 @@ impl PySink {
         Ok(())
     }
 
-    /// Calls `write`. Returns how many bytes the stream took: all of them if it does not say.
+    /// Calls `write`. Returns how many bytes the stream took: all of them if it does not say. A raw stream that
+    /// would have to wait is an error.
     fn call_write(&self, py: Python<'_>, data: &[u8]) -> PyResult<usize> {
         let taken = if self.copies && data.len() >= LARGE {
             let view = view(py, data)?;
@@ -61,6 +66,11 @@ impl PySink {
         } else {
             self.stream.call_method1(py, "write", (PyBytes::new(py, data),))?
         };
+        if self.is_raw && taken.is_none(py) {
+            let again: i32 = py.import("errno")?.getattr("EAGAIN")?.extract()?;
+            let what = "the stream is in non-blocking mode and takes no more bytes now";
+            return Err(PyBlockingIOError::new_err((again, what, 0)));
+        }
         Ok(taken.extract::<usize>(py).unwrap_or(data.len()))
     }
 

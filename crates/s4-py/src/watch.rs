@@ -89,14 +89,15 @@ impl Watcher {
         callback: Option<Py<PyAny>>,
         work: impl FnOnce() -> Result<T> + Send,
     ) -> PyResult<T> {
-        run(py, callback, self.is_remote && is_main_thread(py), work)
+        run(py, callback, self.is_remote && is_main_thread(py)?, work)
     }
 }
 
 /// Runs work that needs no watch, detached from the interpreter.
 pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
-    let _call = log::Call::begin(py, false);
-    py.detach(|| catch_unwind(AssertUnwindSafe(work))).map_err(|p| panics::to_python(py, &*p))
+    let call = log::Call::begin(py, false)?;
+    let outcome = py.detach(|| catch_unwind(AssertUnwindSafe(work)));
+    call.end(outcome.map_err(|p| panics::to_python(py, &*p)))
 }
 
 fn run<T: Send>(
@@ -105,7 +106,7 @@ fn run<T: Send>(
     on_thread: bool,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> PyResult<T> {
-    let _call = log::Call::begin(py, true);
+    let call = log::Call::begin(py, true)?;
     let mut asker = Asker { callback, raised: None, interrupt: Interrupt::polling(poll) };
     let gives_way = GIVES_WAY.get();
     let work = move || {
@@ -122,11 +123,11 @@ fn run<T: Send>(
             outcome
         }
     };
-    match (asker.raised, outcome) {
+    call.end(match (asker.raised, outcome) {
         (_, Err(panic)) => Err(panics::to_python(py, &*panic)),
         (Some(raised), _) => Err(raised),
         (None, Ok(result)) => result.map_err(|e| to_python(py, e)),
-    }
+    })
 }
 
 /// Asks Python whether to go on.
@@ -145,8 +146,7 @@ impl Asker {
         }
         // `None` if the interpreter is shutting down: nobody is left to stop the work.
         let outcome = Python::try_attach(|py| {
-            log::flush(py);
-            py.check_signals()?;
+            log::flush(py)?;
             match (&self.callback, progress) {
                 (Some(callback), Some(p)) => callback.call1(py, (p.done,)).map(drop),
                 _ => Ok(()),
@@ -285,11 +285,8 @@ fn run_on_thread<T: Send>(
 }
 
 /// Whether signals are handled on this thread.
-fn is_main_thread(py: Python<'_>) -> bool {
-    let ask = || -> PyResult<bool> {
-        let threading = py.import("threading")?;
-        let main = threading.call_method0("main_thread")?.getattr("ident")?;
-        main.eq(threading.call_method0("get_ident")?)
-    };
-    ask().unwrap_or(false)
+fn is_main_thread(py: Python<'_>) -> PyResult<bool> {
+    let threading = py.import("threading")?;
+    let main = threading.call_method0("main_thread")?.getattr("ident")?;
+    main.eq(threading.call_method0("get_ident")?)
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
 import s4weights
-from s4weights.dcp import LoadPlanner, Stager, StorageReader, StorageWriter
+from s4weights.dcp import LoadPlanner, Stager, StorageReader, StorageWriter, async_save
 from test_dcp import empty_like, expect_sharded, run_ranks, same, sharded, values
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
@@ -172,6 +174,32 @@ def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
     loaded = {"w": torch.zeros(5000)}
     dcp.load(loaded, storage_reader=StorageReader(tmp_path / "run"), no_dist=True)
     assert same(loaded["w"], good["w"])
+
+
+def test_a_failed_save_keeps_nothing_once_its_error_was_seen(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with s4weights.CheckpointStore(tmp_path / "file" / "run") as store:
+        stager = Stager()
+        staged: list[weakref.ref[torch.UntypedStorage]] = []
+        stage = stager.stage
+
+        def watched(state: dict[str, Any]) -> dict[str, Any]:
+            copy = stage(state)
+            staged.append(weakref.ref(copy["object"]))
+            return copy
+
+        stager.stage = watched  # type: ignore[method-assign]
+        state = {"w": values(1, 5000), "object": Counted()}
+        failed = async_save(state, store, 1, stager=stager, no_dist=True)
+        with pytest.raises(CheckpointException) as raised:
+            failed.result()
+        assert store._outside == []
+        gc.collect()
+        assert staged[0]() is None and raised.value.failures
+
+
+class Counted:
+    """An object that a weak reference can follow."""
 
 
 def test_attributes_of_tensors_are_kept(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ import torch
 import s4weights
 from compare import assert_identical
 from s4weights import _core, _device
+from s4weights._progress import Progress
+from s4weights._storages import read_batch
+from s4weights._sync_live import LiveWeights
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
@@ -161,3 +164,41 @@ def test_numpy_arrays_stay_numpy_arrays(path: Path) -> None:
     s4weights.save({"a": numpy.arange(5)}, path)
     loaded = s4weights.load(path, weights_only=False)
     assert type(loaded["a"]) is numpy.ndarray and loaded["a"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_the_default_device_does_not_matter(path: Path) -> None:
+    weight = torch.randn(300, 200)
+    turned, lone = torch.randn(4, 5).T, weight[3].clone()
+    state = {"w": weight, "turned": turned, "kept": weight[2:9], "lone": lone}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    targets = {
+        "w": torch.zeros(300, 200),
+        "turned": torch.zeros(5, 4),
+        "kept": torch.zeros(7, 200),
+        "lone": torch.zeros(400)[::2],
+    }
+    with torch.device("meta"):
+        pending = s4weights.save(state, path, blocking=False, stage="host")
+        weight.zero_()
+        pending.wait()
+        loaded = s4weights.load(path)
+        with s4weights.open(path) as file:
+            opened = {name: file[name] for name in file}
+            rows = file.get_slice("w")[[7, 3]]
+        s4weights.load_into(targets, path)
+    for found in (loaded, opened, targets):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(rows, expected["w"][[7, 3]])
+
+
+@without_gpu
+def test_values_that_nothing_can_read_are_an_error() -> None:
+    compute = _device.Compute("cpu", None)
+    with pytest.raises(s4weights.S4Error, match=r"cuda:0, cuda:1: .* no engine"):
+        # The native reader is not asked.
+        requests = [(0, 1, 4, (1, 0)), (1, 1, 4, (0, 0))]
+        read_batch(None, compute, requests, Progress(None, 0, "load"))  # type: ignore[arg-type]
+    live = LiveWeights({}, compute)
+    live._requests = lambda: [(0, 1, 4, (0, 0))]  # type: ignore[method-assign]
+    with pytest.raises(s4weights.S4Error, match=r"cuda:0: .* no engine"):
+        live.apply(None, lambda: None)  # type: ignore[arg-type, return-value]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_logging import saved_after_damage
 
 import s4weights
 from s4weights import CheckpointStore
@@ -159,3 +162,84 @@ def test_ctrl_c_while_another_thread_saves(tmp_path: Path) -> None:
         assert time.monotonic() - start < 1
         thread.join()
         assert [entry.step for entry in store.list()] == [1]
+
+
+class Terminated(Exception):
+    """What a program's handler of SIGTERM raises."""
+
+
+def delivered(path: Path, emit: Callable[[logging.LogRecord], None]) -> None:
+    """Saves with a logging handler that is given what the native side logs: a warning at least."""
+
+    class Emitting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            emit(record)
+
+    handler = Emitting()
+    logger = logging.getLogger("s4weights.store")
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        saved_after_damage(path).close()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit, Terminated])
+def test_a_signal_while_records_are_logged(tmp_path: Path, raised: type[BaseException]) -> None:
+    def terminate(number: int, frame: object) -> None:
+        # As programs do that let a second signal kill them.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise raised
+
+    def emit(record: logging.LogRecord) -> None:
+        if signal.getsignal(signal.SIGTERM) is terminate:
+            # Its handler runs before this returns.
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with pytest.raises(raised):
+            delivered(tmp_path, emit)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_no_signal_is_lost_to_records(tmp_path: Path) -> None:
+    """Signals at any time, whatever runs then: each is raised to the caller."""
+    handled = raised = 0
+
+    def alarm(number: int, frame: object) -> None:
+        nonlocal handled
+        handled += 1
+        raise Terminated
+
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        for i in range(40):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.001 * i)
+                delivered(tmp_path / str(i), lambda record: None)
+                time.sleep(0.1)
+            except Terminated:
+                raised += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert raised == handled == 40
+
+
+def test_an_error_of_a_logging_handler_is_printed(tmp_path: Path) -> None:
+    printed: list[Any] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda e: printed.append(e.exc_value)
+
+    def emit(record: logging.LogRecord) -> None:
+        raise ValueError("broken handler")
+
+    try:
+        delivered(tmp_path, emit)
+    finally:
+        sys.unraisablehook = hook
+    assert printed and all(isinstance(e, ValueError) for e in printed)

@@ -281,6 +281,35 @@ store.save_checkpoint({{"w": torch.ones(3)}}, 7, blocking=False)
         closed.load_checkpoint()
 
 
+def test_one_checkpoint_in_the_background(tmp_path: Path) -> None:
+    with answering(tmp_path, [room(tmp_path), (200, {"state": "durable"})]) as (url, seen):
+        saved = s4weights.save_checkpoint(
+            state(1), tmp_path / "store", 1, blocking=False, runner=url
+        )
+        assert saved.wait(timeout=30) == "durable"  # type: ignore[comparison-overlap, call-arg]
+        assert any(line.startswith("POST /v1/submissions") for line in seen)
+
+
+def test_a_progress_function_cannot_load_what_waits_for_it(tmp_path: Path) -> None:
+    saved, errors = threading.Event(), []
+
+    def progress(done: int, total: int) -> None:
+        if not done:
+            return  # It is called at once, on this thread.
+        assert saved.wait(30)
+        try:
+            store.load_checkpoint()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with answering(tmp_path, [room(tmp_path), (200, {"state": "staged"})]) as (url, _):
+        store = open_store(tmp_path, url)
+        handle = store.save_checkpoint(state(1), 1, blocking=False, progress=progress)
+        saved.set()
+        handle.wait("staged", timeout=30)  # type: ignore[call-arg, arg-type]
+    assert errors and "a progress function can neither save" in errors[0]
+
+
 def test_patience_ends(tmp_path: Path) -> None:
     store = open_store(tmp_path, f"unix://{tmp_path}/nobody.sock", timeout=0.3)
     began = time.monotonic()

@@ -256,6 +256,18 @@ def test_arguments_that_make_no_sense(
         pytest.raises(ValueError, match="line of deltas"),
     ):
         Publisher(store)
+    with pytest.raises(TypeError, match="runner"):
+        Publisher(tmp_path, runner="unix:///s")
+
+
+class Other(torch.Tensor):
+    """A class of tensors that may stand for anything, as DTensors do."""
+
+
+def test_only_plain_tensors_are_published(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(2), "b": torch.ones(3).as_subclass(Other)}
+    with Publisher(tmp_path) as publisher, pytest.raises(ValueError, match="`b` is a Other: only"):
+        publisher.publish_delta(weights, 0)
 
 
 def test_what_is_damaged_on_the_way_touches_nothing(
@@ -303,6 +315,28 @@ def test_memory_does_not_grow_with_the_steps() -> None:
         listed = store.list()
         assert len(listed) <= 4 and listed[-1].step == 8
         found = store.gc(dry_run=True, grace=0, exclusive=True)
+        assert sum(item["bytes"] for item in found["deleted"] + found["given_up"]) < 200_000
+
+
+def test_memory_is_swept_while_no_save_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {"w": torch.randn(50_000)}
+    with Publisher("memory:", chain=2) as publisher:
+        swept: list[tuple[bool, bool]] = []
+        sweep = publisher._sweep
+
+        def watched(store: s4weights.CheckpointStore) -> None:
+            pending = store._pending
+            if publisher._sweeps:
+                swept.append((publisher._lock.locked(), pending is not None and pending.done()))
+            sweep(store)
+
+        monkeypatch.setattr(publisher, "_sweep", watched)
+        for step in range(9):
+            weights["w"][step] += 1
+            publisher.publish_delta(weights, step, blocking=False)
+        publisher.publish_delta(weights, 9)
+        assert swept == [(True, True)] * 5
+        found = publisher._open(0).gc(dry_run=True, grace=0, exclusive=True)
         assert sum(item["bytes"] for item in found["deleted"] + found["given_up"]) < 200_000
 
 

@@ -214,6 +214,17 @@ def test_a_stream_that_takes_nothing() -> None:
 
 
 @linux
+def test_a_pipe_that_would_have_to_wait() -> None:
+    """The `write` of a raw stream returns None if it took nothing."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with open(read_end, "rb"), open(write_end, "wb", buffering=0) as pipe:
+        with pytest.raises(BlockingIOError, match="non-blocking") as caught:
+            s4weights.save(OBJ, pipe)
+        assert caught.value.errno == errno.EAGAIN
+
+
+@linux
 def test_a_full_disk() -> None:
     with pytest.raises(s4weights.StorageError) as caught:
         s4weights.save(OBJ, "/dev/full")

@@ -317,12 +317,8 @@ impl Queue {
     #[must_use]
     pub(crate) fn next_staged(&self) -> Work {
         self.next(|inner| {
-            let ready = |r: &&Record| r.state == State::Staged && inner.is_due(r.seq);
-            let mut found = inner.records.values().filter(ready);
-            match inner.mode {
-                Mode::Steady => found.next(),
-                Mode::Urgent | Mode::Draining => found.next_back(),
-            }
+            let staged = inner.in_order(|r| r.state == State::Staged, |r| r.local.is_some());
+            staged.into_iter().find(|r| inner.is_due(r.seq))
         })
     }
 
@@ -415,10 +411,36 @@ impl Inner {
         self.pauses.get(&seq).is_none_or(|(at, _)| *at <= Instant::now())
     }
 
+    /// The records that are `waiting`, in the order in which they are worked on: the oldest first or, in a hurry,
+    /// the newest. Those older than one that is `done` come after that, the oldest first even then: each gets the
+    /// place just before the next newer one that is listed, so going backwards would put them before checkpoints
+    /// that are older.
+    fn in_order(
+        &self,
+        waiting: impl Fn(&Record) -> bool,
+        done: impl Fn(&Record) -> bool,
+    ) -> Vec<&Record> {
+        let last = self.records.values().rev().find(|r| done(r)).map_or(0, |r| r.seq);
+        let waiting = self.records.values().filter(|r| waiting(r));
+        let (mut newer, mut older): (Vec<_>, Vec<_>) = waiting.partition(|r| r.seq > last);
+        match self.mode {
+            Mode::Steady => {
+                older.append(&mut newer);
+                older
+            }
+            Mode::Urgent | Mode::Draining => {
+                newer.reverse();
+                newer.append(&mut older);
+                newer
+            }
+        }
+    }
+
     fn pick_verified(&self) -> Option<&Record> {
-        let waiting = |r: &&Record| matches!(r.state, State::Verified | State::Uploading);
+        let waiting = |r: &Record| matches!(r.state, State::Verified | State::Uploading);
+        let all = self.in_order(waiting, |r| r.remote.is_some());
         let of: HashMap<CheckpointId, &Record> =
-            self.records.values().filter(waiting).filter_map(|r| Some((r.local?, r))).collect();
+            all.iter().filter_map(|r| Some((r.local?, *r))).collect();
         // The first checkpoint of its chain that is not durable yet.
         let lowest = |record: &Record| -> Option<u64> {
             let (mut lowest, mut seen) = (record, BTreeSet::new());
@@ -428,10 +450,6 @@ impl Inner {
             }
             Some(lowest.seq)
         };
-        let mut all: Vec<&Record> = self.records.values().filter(waiting).collect();
-        if self.mode != Mode::Steady {
-            all.reverse();
-        }
         let found = all.into_iter().filter_map(lowest).find(|seq| self.is_due(*seq));
         found.and_then(|seq| self.records.get(&seq))
     }
@@ -485,7 +503,9 @@ mod tests {
         }
 
         fn durable(&self, n: usize) {
-            self.queue.update(self.ids[n], |r| r.state = State::Durable).unwrap();
+            let durable =
+                |r: &mut Record| (r.state, r.remote) = (State::Durable, Some(checkpoint(n as u8)));
+            self.queue.update(self.ids[n], durable).unwrap();
         }
     }
 
@@ -502,6 +522,19 @@ mod tests {
         assert_eq!(case.next(), 1, "2 is a delta of it");
         case.durable(1);
         assert_eq!(case.next(), 2);
+    }
+
+    #[test]
+    fn in_a_hurry_those_older_than_one_that_is_durable_keep_their_order() {
+        let case = verified(&[None; 5]);
+        case.durable(0);
+        case.queue.set_mode(Mode::Urgent);
+        let mut order = vec![];
+        for _ in 1..5 {
+            order.push(case.next());
+            case.durable(case.next() as usize);
+        }
+        assert_eq!(order, [4, 1, 2, 3]);
     }
 
     #[test]

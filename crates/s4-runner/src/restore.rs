@@ -1,18 +1,21 @@
 //! Restoring from the nearest tier: the staged file, the local store, the store.
 
+use std::collections::HashMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use s4weights::copy::{CopyOptions, copy};
 use s4weights::store::{CheckpointId, CheckpointStore};
 use s4weights::{Error, Preset, ReadOptions, Reader, Source, Target, WriteOptions, Writer};
 use serde::Serialize;
+use tokio::sync::watch;
 use uuid::Uuid;
 
 use crate::record::{Record, State};
 use crate::service::Service;
+use crate::staging::UNFETCHED;
 
 /// What to restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,13 +58,60 @@ impl Place {
     }
 }
 
+/// At most this many restores run at once: each reads and writes a whole checkpoint.
+const MAX_RUNNING: usize = 4;
+/// For how long the outcome of a restore can be asked for: as long as its file is kept.
+const KEPT: Duration = UNFETCHED;
+
+/// What came of a restore; all who wait for it share it.
+pub(crate) type Outcome = Arc<s4weights::Result<Restored>>;
+
+/// Restores that run, or ended recently, by the id that the client made. A restore may take longer
+/// than a request or a connection may: the client asks for the same id again.
+#[derive(Default)]
+pub(crate) struct Restores(Mutex<HashMap<Uuid, Job>>);
+
+struct Job {
+    outcome: watch::Receiver<Option<Outcome>>,
+    begun: Instant,
+}
+
+impl Job {
+    fn is_running(&self) -> bool {
+        self.outcome.borrow().is_none() && self.outcome.has_changed().is_ok()
+    }
+}
+
 impl Service {
+    /// The restore of this id, which begins now if there is none. `None` if too many run already.
+    pub(crate) fn begin_restore(
+        self: &Arc<Self>,
+        id: Uuid,
+        wanted: Wanted,
+    ) -> Option<watch::Receiver<Option<Outcome>>> {
+        let mut jobs = self.restores.0.lock().unwrap_or_else(|e| e.into_inner());
+        jobs.retain(|_, job| job.is_running() || job.begun.elapsed() < KEPT);
+        if let Some(job) = jobs.get(&id) {
+            return Some(job.outcome.clone());
+        }
+        if jobs.values().filter(|job| job.is_running()).count() >= MAX_RUNNING {
+            return None;
+        }
+        let (done, outcome) = watch::channel(None);
+        let service = Arc::clone(self);
+        tokio::task::spawn_blocking(move || {
+            done.send_replace(Some(Arc::new(service.restore(wanted))));
+        });
+        jobs.insert(id, Job { outcome: outcome.clone(), begun: Instant::now() });
+        Some(outcome)
+    }
+
     /// Restores a checkpoint into a new file; every value is checked on the way. If a copy is
     /// damaged, the next tier is tried and then, if the newest is wanted, the checkpoint before it.
     ///
     /// # Errors
     /// The last failure, if nothing could be restored; [`Error::NotFound`] if there is nothing.
-    pub(crate) fn restore(&self, wanted: Wanted) -> s4weights::Result<Restored> {
+    fn restore(&self, wanted: Wanted) -> s4weights::Result<Restored> {
         self.check_room()?;
         let mut skipped = vec![];
         let mut last = None;

@@ -23,6 +23,7 @@ use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::queue::{Mode, Queue};
 use crate::record::{Record, State};
+use crate::restore::Restores;
 use crate::service::Service;
 use crate::staging::Staging;
 use crate::stores::Stores;
@@ -181,6 +182,7 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
         engine,
         damaged_records,
         accepting,
+        restores: Restores::default(),
         reached: Arc::clone(&hooks.reached),
     };
     Ok((Arc::new(service), worker))

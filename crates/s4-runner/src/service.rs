@@ -13,6 +13,7 @@ use crate::journal::is_full;
 use crate::metrics::Metrics;
 use crate::queue::{Mode, SharedQueue, Submission};
 use crate::record::{Record, State};
+use crate::restore::Restores;
 use crate::staging::{NotTaken, Staging};
 use crate::status::{Sources, Status};
 use crate::stores::{SUBMISSION, Stores};
@@ -43,6 +44,8 @@ pub(crate) struct Service {
     pub damaged_records: usize,
     /// Held while a submission is accepted, so that what it was checked against stays true.
     pub(crate) accepting: Mutex<()>,
+    /// Restores for clients.
+    pub(crate) restores: Restores,
     /// Called at each named place.
     pub(crate) reached: CrashHook,
 }

@@ -254,7 +254,12 @@ async fn aside<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> std::result::Result<T, Response> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|_| answer(StatusCode::INTERNAL_SERVER_ERROR, "internal", "it failed"))
+    done.map_err(|_| failed())
+}
+
+/// The answer after a panic, which is a bug.
+fn failed() -> Response {
+    answer(StatusCode::INTERNAL_SERVER_ERROR, "internal", "it failed")
 }
 
 #[derive(Deserialize)]
@@ -348,13 +353,16 @@ async fn forget(
 struct Restore {
     step: Option<u64>,
     id: Option<Uuid>,
+    /// Names the restore: repeating it waits for the same one.
+    request: Option<Uuid>,
+    timeout_ms: Option<u64>,
 }
 
 async fn restore(
     State(service): State<Arc<Service>>,
-    Message(wanted): Message<Restore>,
+    Message(Restore { step, id, request, timeout_ms }): Message<Restore>,
 ) -> std::result::Result<Response, Response> {
-    let wanted = match (wanted.step, wanted.id) {
+    let wanted = match (step, id) {
         (None, None) => Wanted::Newest,
         (Some(step), None) => Wanted::Step(step),
         (None, Some(id)) => Wanted::Submission(id),
@@ -362,7 +370,21 @@ async fn restore(
             return Err(bad(StatusCode::BAD_REQUEST, "`step` or `id`, not both"));
         }
     };
-    match aside(move || service.restore(wanted)).await? {
+    let request = request.unwrap_or_else(Uuid::new_v4);
+    let Some(mut outcome) = service.begin_restore(request, wanted) else {
+        return Err(answer(StatusCode::SERVICE_UNAVAILABLE, "busy", "other restores are running"));
+    };
+    // Without a limit the connection's own applies.
+    let time = timeout_ms.map_or(Duration::MAX, wait);
+    let done = match tokio::time::timeout(time, outcome.wait_for(Option::is_some)).await {
+        Ok(Ok(done)) => done.clone(),
+        Ok(Err(_)) => return Err(failed()),
+        Err(_) => None,
+    };
+    let Some(done) = done else {
+        return Ok((StatusCode::ACCEPTED, Json(json!({ "running": request }))).into_response());
+    };
+    match &*done {
         Ok(restored) => Ok(Json(restored).into_response()),
         Err(e @ s4weights::Error::NotFound { .. }) => {
             Err(answer(StatusCode::NOT_FOUND, "not_found", &e.to_string()))

@@ -15,7 +15,7 @@ use crate::journal::{free, lock, make_folder, sync_folder};
 
 /// How long files stay that nobody submitted, and (below) restored ones that nobody fetched.
 const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
-const UNFETCHED: Duration = Duration::from_secs(3600);
+pub(crate) const UNFETCHED: Duration = Duration::from_secs(3600);
 
 /// The error of opening a link with `O_NOFOLLOW`.
 const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();

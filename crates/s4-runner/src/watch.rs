@@ -16,6 +16,7 @@ use crate::dropped::{self, Dropped, Kind};
 use crate::queue::{Mode, Submission};
 use crate::record::{Origin, State};
 use crate::service::{Refusal, Service};
+use crate::staging::NotTaken;
 
 /// How often the folder is looked at.
 const POLL: Duration = Duration::from_secs(2);
@@ -199,9 +200,12 @@ impl Watcher {
         };
         match self.service.submit(submission) {
             Ok(_) => Ok(step),
-            Err(e @ (Refusal::Full(_) | Refusal::Draining | Refusal::Io(_))) => {
-                Err(discard(Unconverted::Later(e.to_string())))
-            }
+            Err(
+                e @ (Refusal::Full(_)
+                | Refusal::Draining
+                | Refusal::Io(_)
+                | Refusal::NotTaken(NotTaken::Io(_))),
+            ) => Err(discard(Unconverted::Later(e.to_string()))),
             Err(e) => Err(discard(rejected(e.to_string()))),
         }
     }

@@ -163,7 +163,13 @@ impl Worker {
     /// Whether the checkpoint in the local store is damaged.
     fn is_damaged_here(&self, record: &Record) -> bool {
         let Some(own) = record.local else { return false };
-        let read = self.stores.local().and_then(|local| local.load_id(own, None));
+        // Reading a large checkpoint takes longer than a thread may be silent.
+        let health = Arc::clone(&self.health);
+        let beats: ProgressFn = Arc::new(move |_| {
+            health.beat(Thread::Upload);
+            true
+        });
+        let read = self.stores.local().and_then(|local| local.load_id(own, Some(beats)));
         read.and_then(|loaded| loaded.reader().verify()).is_err_and(|e| is_damage(&e))
     }
 

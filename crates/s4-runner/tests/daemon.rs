@@ -186,6 +186,30 @@ fn a_quota_refuses_and_recovers() {
 }
 
 #[test]
+fn a_restore_may_take_longer_than_a_request() {
+    let setup = Setup::default();
+    let daemon = setup.start();
+    setup.wait(setup.save(7), "durable");
+    let what = json!({ "step": 7, "request": Uuid::new_v4(), "timeout_ms": 0 });
+    let ask = || setup.ask("POST", "/v1/restore", Some(&what)).unwrap();
+    let end = Instant::now() + LONG;
+    let done = loop {
+        let answer = ask();
+        match answer.status {
+            202 => assert_eq!(answer.json(), json!({ "running": what["request"] })),
+            status => break (status, answer.json()),
+        }
+        assert!(Instant::now() < end);
+    };
+    assert_eq!((done.0, &done.1["step"]), (200, &json!(7)), "{done:?}");
+    // The answer may be lost: the same request again restores nothing anew.
+    assert_eq!(ask().json(), done.1);
+    let restored = fs::read_dir(setup.path("state/staging/restored")).unwrap().count();
+    assert_eq!(restored, 1);
+    daemon.stop();
+}
+
+#[test]
 fn it_restores_from_the_nearest_tier_that_is_sound() {
     let setup = Setup::new("keep_local = 1\n");
     let daemon = setup.start();

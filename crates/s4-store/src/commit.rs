@@ -229,13 +229,17 @@ impl Inner {
             "the log has changed: its server let a writer overwrite an entry"
         );
         // From the first entry: the stored view may end with the entry that is gone.
-        known.state = Arc::new(self.replay_in_order().await?);
+        let state = self.replay_in_order().await?;
+        // Nothing is replaced before all is read: if a read fails, the next commit starts over.
+        let mut lost = vec![];
+        for entry in &known.own.done {
+            lost.push(!self.is_there(entry).await? && is_lost(&state, &entry.op));
+        }
+        known.state = Arc::new(state);
         known.viewed = 0;
         known.own.others = Some(Instant::now());
         known.own.reread = false;
-        for entry in std::mem::take(&mut known.own.done) {
-            let there = self.is_there(&entry).await?;
-            let lost = !there && is_lost(&known.state, &entry.op);
+        for (entry, lost) in std::mem::take(&mut known.own.done).into_iter().zip(lost) {
             let list = if lost { &mut known.own.owed } else { &mut known.own.done };
             list.push_back(entry);
         }

@@ -159,6 +159,16 @@ impl Layout {
         self.below("repair")
     }
 
+    /// The folders of a store. Everything else in the place belongs to others.
+    pub(crate) fn folders(&self) -> [Path; 5] {
+        [self.checkpoints(), self.log(), self.leases(), self.repair(), self.scratch()]
+    }
+
+    /// The keys of a store that are in none of its folders.
+    pub(crate) fn single_keys(&self) -> [Path; 2] {
+        [self.repo(), self.view()]
+    }
+
     /// The checkpoint and part that a key names, if it is one of ours.
     pub(crate) fn parse_part(&self, key: &Path) -> Option<(CheckpointId, Part)> {
         let mut parts = key.prefix_match(&self.checkpoints())?;

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use crate::error::{Error, Result};
+use crate::layout::Layout;
 
 /// A store's folder.
 #[derive(Debug, Clone)]
@@ -79,28 +80,48 @@ impl Folder {
 
     /// Files named `<object>#<number>`, which `object_store` writes in a local folder before it
     /// links or renames them. A writer that is killed leaves one, and listings do not show it.
-    pub(crate) fn leftovers(&self) -> Result<Vec<Leftover>> {
-        let mut open = vec![self.root.clone()];
-        let mut found = Vec::new();
+    /// Files of others in the same folder are left alone, and need not be readable.
+    pub(crate) fn leftovers(&self, layout: &Layout) -> Result<Vec<Leftover>> {
+        let single = layout.single_keys();
+        let is_own = |name: &str| {
+            object_of(name)
+                .is_some_and(|object| single.iter().any(|k| k.filename() == Some(object)))
+        };
+        let (_, mut found) = self.staging_files(&self.root, &is_own)?;
+        let mut open: Vec<_> = layout.folders().iter().map(|folder| self.path_of(folder)).collect();
         while let Some(folder) = open.pop() {
-            let entries = match fs::read_dir(&folder) {
-                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
-                other => other.map_err(|e| at("list", &folder, e))?,
-            };
-            for entry in entries {
-                let entry = entry.map_err(|e| at("list", &folder, e))?;
-                let path = entry.path();
-                let Ok(meta) = entry.metadata() else { continue };
-                if meta.is_dir() {
-                    open.push(path);
-                } else if is_staging(&entry.file_name().to_string_lossy()) {
-                    let modified = meta.modified().map_err(|e| at("look up", &path, e))?;
-                    found.push(Leftover { path, len: meta.len(), modified });
-                }
-            }
+            let (folders, files) =
+                self.staging_files(&folder, &|name| object_of(name).is_some())?;
+            open.extend(folders);
+            found.extend(files);
         }
         found.sort_by(|a, b| a.path.cmp(&b.path));
         Ok(found)
+    }
+
+    /// The folders in a folder, and the files whose names `wanted` accepts. None if it is not there.
+    fn staging_files(
+        &self,
+        folder: &Path,
+        wanted: &dyn Fn(&str) -> bool,
+    ) -> Result<(Vec<PathBuf>, Vec<Leftover>)> {
+        let (mut folders, mut files) = (vec![], vec![]);
+        let entries = match fs::read_dir(folder) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok((folders, files)),
+            other => other.map_err(|e| at("list", folder, e))?,
+        };
+        for entry in entries {
+            let entry = entry.map_err(|e| at("list", folder, e))?;
+            let path = entry.path();
+            let Ok(meta) = entry.metadata() else { continue };
+            if meta.is_dir() {
+                folders.push(path);
+            } else if wanted(&entry.file_name().to_string_lossy()) {
+                let modified = meta.modified().map_err(|e| at("look up", &path, e))?;
+                files.push(Leftover { path, len: meta.len(), modified });
+            }
+        }
+        Ok((folders, files))
     }
 
     pub(crate) fn remove(&self, leftover: &Leftover) -> Result<()> {
@@ -126,9 +147,10 @@ impl Folder {
     }
 }
 
-fn is_staging(name: &str) -> bool {
-    let number = name.rsplit_once('#').map(|(_, number)| number);
-    number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+/// The name of the object that a file named `<object>#<number>` was to become.
+fn object_of(name: &str) -> Option<&str> {
+    let (object, number) = name.rsplit_once('#')?;
+    (!number.is_empty() && number.bytes().all(|b| b.is_ascii_digit())).then_some(object)
 }
 
 #[cfg(unix)]
@@ -185,17 +207,30 @@ mod tests {
         fs::write(temp.path().join("file"), b"").unwrap();
         assert!(Folder::existing(&temp.path().join("file")).is_err());
         assert!(Folder::existing(&temp.path().join("file/c")).is_err());
-        fs::create_dir(folder.root().join("log")).unwrap();
-        for name in ["d-0#1", "d-0", "log/00001#23", "x#", "x#1a", "#7"] {
+        for made in ["log", "ck/x", "exports", "lost+found"] {
+            fs::create_dir_all(folder.root().join(made)).unwrap();
+        }
+        let own = ["ck/x/d-0#1", "log/00001#23", "logck#7"];
+        let others =
+            ["ck/x/d-0", "log/x#", "log/x#1a", "exports/model#2", "model#2", "lost+found/#12"];
+        for name in own.iter().chain(&others) {
             fs::write(folder.root().join(name), b"12").unwrap();
         }
-        let found = folder.leftovers().unwrap();
-        let names: Vec<_> = found.iter().map(|l| l.path.file_name().unwrap()).collect();
-        assert_eq!(names, ["#7", "d-0#1", "00001#23"]);
+        // What is not the store's need not be readable.
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            let nobody = fs::Permissions::from_mode(0o000);
+            fs::set_permissions(folder.root().join("lost+found"), nobody).unwrap();
+        }
+        let leftovers = || folder.leftovers(&Layout::new(Default::default())).unwrap();
+        let found = leftovers();
+        let names = found.iter().map(|l| l.path.strip_prefix(folder.root()).unwrap());
+        assert!(names.eq(own.iter().map(Path::new)), "{found:?}");
         assert!(found.iter().all(|l| l.len == 2));
         folder.remove(&found[1]).unwrap();
         folder.remove(&found[1]).unwrap();
-        assert_eq!(folder.leftovers().unwrap().len(), 2);
+        assert_eq!(leftovers().len(), 2);
     }
 
     #[test]

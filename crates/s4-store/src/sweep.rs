@@ -353,7 +353,7 @@ impl Inner {
         report: &mut SweepReport,
     ) -> Result<()> {
         let Some(folder) = &self.folder else { return Ok(()) };
-        for leftover in folder.leftovers()? {
+        for leftover in folder.leftovers(&self.layout)? {
             if !is_older(facts.now, leftover.modified.into(), options.grace) {
                 continue;
             }

@@ -53,10 +53,15 @@ impl Writer {
     ///
     /// # Errors
     /// `Format` if the index is damaged; `Argument` if a name is taken, if the index is that of a
-    /// file, which has its chunks in it, or if it has another parent than those before.
+    /// file, which has its chunks in it, or if it has another parent than those before. After an
+    /// error the checkpoint cannot be finished.
     ///
     /// [`Written::index`]: crate::Written::index
     pub fn adopt(&mut self, index: Bytes) -> Result<()> {
+        self.adding(|writer| writer.adopt_all(index))
+    }
+
+    fn adopt_all(&mut self, index: Bytes) -> Result<()> {
         let options = ReadOptions { threads: Some(1), ..ReadOptions::default() };
         let reader = Reader::open_objects(Source::Bytes(index), Box::new(NoObjects), options)?;
         let m = reader.manifest();

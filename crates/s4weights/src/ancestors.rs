@@ -113,9 +113,7 @@ impl Reader {
     /// the same type and shape; `None` if the tensor is not a delta.
     pub(crate) fn input(&self, tensor: usize) -> Result<Option<(&Arc<Self>, usize)>> {
         let t = &self.tensors[tensor];
-        let Some((_, number)) = self.manifest.plans[usize::from(t.plan)].parent() else {
-            return Ok(None);
-        };
+        let Some((_, number)) = self.plan(tensor).parent() else { return Ok(None) };
         let parent = self.parent_for(tensor)?;
         let Some(there) = parent.tensors[..parent.named()].get(number as usize) else {
             return Err(self.problem(Some(tensor), ParentProblem::NoTensor(number)));
@@ -130,7 +128,7 @@ impl Reader {
     /// The numbers of the tensors of this checkpoint that decoding a tensor needs: the original of
     /// a copy, or the moments. All have as many values as the tensor.
     pub(crate) fn own_inputs(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
-        match self.manifest.plans[usize::from(self.tensors[tensor].plan)].moments() {
+        match self.plan(tensor).moments() {
             Some(moments) => self.moments(tensor, moments, side).map(Vec::from),
             None => Ok(self.own_input(tensor)?.into_iter().collect()),
         }
@@ -145,8 +143,7 @@ impl Reader {
         for (number, dtype) in numbers.into_iter().zip(dtypes) {
             let moment = self.tensors[..self.named()].get(number as usize);
             let fits = moment.is_some_and(|m| {
-                let plan = &self.manifest.plans[usize::from(m.plan)];
-                let self_contained = plan.own_inputs().next().is_none();
+                let self_contained = self.plan(number as usize).own_inputs().next().is_none();
                 self_contained && m.dtype == dtype && m.values().is_ok_and(|n| n == values)
             });
             if !fits {
@@ -163,7 +160,7 @@ impl Reader {
     /// a copy.
     pub(crate) fn own_input(&self, tensor: usize) -> Result<Option<usize>> {
         let t = &self.tensors[tensor];
-        let plan = &self.manifest.plans[usize::from(t.plan)];
+        let plan = self.plan(tensor);
         let Some(number) = plan.own_input() else { return Ok(None) };
         let input = self.tensors[..self.named()].get(number as usize);
         let bytes = t.bytes().at(&self.name)?;
@@ -198,7 +195,7 @@ impl Reader {
         let blocks = self.blocks(hosts)?;
         let (mut above, mut beside, mut moments) = (vec![], vec![], vec![]);
         for &t in hosts {
-            let plan = &self.manifest.plans[usize::from(self.tensors[t].plan)];
+            let plan = self.plan(t);
             if plan.inputs.is_empty() || blocks[&t].records.iter().all(|r| r.plain) {
                 continue;
             }
@@ -225,10 +222,7 @@ impl Reader {
     fn prepare_moments(&self, mut hosts: Vec<usize>) -> Result<()> {
         hosts.sort_unstable();
         hosts.dedup();
-        let needs = |&&t: &&usize| {
-            let plan = &self.manifest.plans[usize::from(self.tensors[t].plan)];
-            plan.own_inputs().next().is_some()
-        };
+        let needs = |&&t: &&usize| self.plan(t).own_inputs().next().is_some();
         if let Some(&t) = hosts.iter().find(needs) {
             let e = s4_format::Error::corrupt("a moment that needs other tensors");
             return Err(e.in_tensor(self.label(t))).at(&self.name);
@@ -247,8 +241,7 @@ impl Reader {
             wants.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
         let mut moments = vec![];
         for want in wants {
-            let plan = &self.manifest.plans[usize::from(self.tensors[want.tensor].plan)];
-            if plan.moments().is_some()
+            if self.plan(want.tensor).moments().is_some()
                 && let Some(block) = self.block(want.tensor)?
             {
                 moments.extend(self.own_inputs(want.tensor, &block.side)?);
@@ -301,7 +294,7 @@ impl Parent for Reader {
 
     fn needs_others(&self, tensor: u32) -> bool {
         let Some(t) = self.tensors.get(tensor as usize) else { return true };
-        let plan = &self.manifest.plans[usize::from(t.plan)];
+        let plan = self.plan(tensor as usize);
         if matches!(t.kind, TensorKind::Packed { .. }) {
             // Packs have no inputs.
             return false;
@@ -319,7 +312,7 @@ impl Parent for Reader {
     fn expected(&self, tensor: u32) -> Result<Option<Arc<Expected>>> {
         let number = tensor as usize;
         let Some(t) = self.tensors.get(number) else { return Ok(None) };
-        let plan = &self.manifest.plans[usize::from(t.plan)];
+        let plan = self.plan(number);
         let by_offsets = matches!(plan.predictor, PredictorId::RANK1 | PredictorId::BLEND);
         if !by_offsets || !matches!(t.kind, TensorKind::Chunks { .. }) {
             return Ok(None);

@@ -7,8 +7,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use s4_engine::{DecodeJob, InputValues, Scratch};
-use s4_format::ChunkRecord;
 use s4_format::index::TensorKind;
+use s4_format::{ChunkRecord, Plan};
 
 use crate::error::{At, Error, Result};
 use crate::io;
@@ -165,15 +165,19 @@ impl Reader {
             let whole: HashSet<usize> =
                 rest.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
             let is_late = |w: &Want<'_>| {
-                let plan = &self.manifest.plans[usize::from(self.tensors[w.tensor].plan)];
+                let plan = self.plan(w.tensor);
                 plan.own_inputs().any(|input| whole.contains(&(input as usize)))
             };
             let (late, mut now): (Vec<_>, Vec<_>) = rest.into_iter().partition(is_late);
-            // Inputs form no cycle, so that some come first.
+            if now.is_empty() && !late.is_empty() {
+                // Inputs form no cycle, so that some come first.
+                let e = s4_format::Error::corrupt("tensors are predicted from each other");
+                return Err(e.in_tensor(self.label(late[0].tensor))).at(&self.name);
+            }
             let given = done.iter().filter(|w| self.is_whole(w));
             let given = given.map(|w| (w.tensor, &*w.to)).collect();
             fill(now.iter_mut().map(Want::reborrow).collect(), &given)?;
-            if late.is_empty() || now.is_empty() {
+            if late.is_empty() {
                 return Ok(());
             }
             done.append(&mut now);
@@ -227,6 +231,11 @@ impl Reader {
         }
     }
 
+    /// The plan of the chunks that hold a tensor's values. A pack's has no inputs.
+    pub(crate) fn plan(&self, tensor: usize) -> &Plan {
+        &self.manifest.plans[usize::from(self.tensors[self.host(tensor)].plan)]
+    }
+
     /// Cuts wants at the borders of chunks.
     pub(crate) fn jobs<'a>(
         &self,
@@ -251,7 +260,7 @@ impl Reader {
 
     fn job(&self, part: &Part, blocks: &HashMap<usize, Arc<LoadedBlock>>) -> Result<Job<'static>> {
         let &Part { host, chunk, record, bytes, .. } = part;
-        let plan = &self.manifest.plans[usize::from(self.tensors[host].plan)];
+        let plan = self.plan(host);
         // A plain chunk is its values, whatever the plan.
         let delta = plan.parent().is_some() && !record.plain;
         let own_inputs = match record.plain {
@@ -520,7 +529,7 @@ impl Reader {
     }
 
     /// Decodes every chunk of the file and compares its checksums, keeping nothing.
-    pub(crate) fn decode_all(&self, chunks: &mut u64) -> Result<()> {
+    pub(crate) fn decode_all(&self, chunks: &mut u64) -> Result<Meter> {
         let hosts: Vec<usize> = (0..self.tensors.len())
             .filter(|&t| matches!(self.tensors[t].kind, TensorKind::Chunks { .. }))
             .collect();
@@ -544,7 +553,7 @@ impl Reader {
         let threads = thread_count(self.options.threads);
         let done = self.run(self.request_spans(jobs, threads), &blocks, &mut meter);
         self.let_go();
-        done
+        done.map(|()| meter)
     }
 }
 

@@ -49,7 +49,7 @@ impl<'a> Levels<'a> {
         loop {
             let t = &reader.tensors[tensor];
             // A tensor with an own input is a copy. Moments are not part of the chain.
-            let self_contained = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
+            let self_contained = reader.plan(tensor).own_input().is_none();
             let chunks = self_contained && matches!(t.kind, TensorKind::Chunks { .. });
             let Some(block) = reader.block(tensor)?.filter(|_| chunks) else {
                 out.packed = Some((reader, tensor));

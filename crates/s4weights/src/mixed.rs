@@ -80,7 +80,7 @@ impl Reader {
 
     /// The levels of a tensor, if their chunk sizes differ.
     fn mixed(&self, tensor: usize) -> Result<Option<Levels<'_>>> {
-        let plan = &self.manifest.plans[usize::from(self.tensors[self.host(tensor)].plan)];
+        let plan = self.plan(tensor);
         if self.host(tensor) != tensor || plan.parent().is_none() {
             return Ok(None);
         }

@@ -10,7 +10,7 @@ use s4_format::{Digest, StreamEntry};
 
 use crate::error::{At, Result};
 use crate::hash::TreeHasher;
-use crate::options::thread_count;
+use crate::options::{Meter, thread_count};
 use crate::parallel::{pool, worth};
 use crate::reader::Reader;
 use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_name};
@@ -29,9 +29,9 @@ impl Reader {
     /// The first difference, as reading would report it.
     pub fn verify(&self) -> Result<Verification> {
         let mut out = Verification { tensors: self.named() as u64, ..Verification::default() };
-        self.decode_all(&mut out.chunks)?;
+        let mut meter = self.decode_all(&mut out.chunks)?;
         out.bytes = self.tensors().map(|t| t.bytes).sum();
-        out.hashes += self.verify_objects()?;
+        out.hashes += self.verify_objects(&mut meter)?;
         for name in self.manifest.blobs.keys() {
             self.blob(name)?;
             out.hashes += 1;
@@ -42,7 +42,7 @@ impl Reader {
     }
 
     /// Compares the hashes of the objects, by all threads; returns how many there are.
-    fn verify_objects(&self) -> Result<u64> {
+    fn verify_objects(&self, meter: &mut Meter) -> Result<u64> {
         let objects = &self.manifest.objects;
         let window = (READS * self.read_size()) as u64;
         let most = objects.iter().map(|o| o.bytes).max().unwrap_or_default().min(window);
@@ -70,6 +70,9 @@ impl Reader {
                     None => hasher.update(bytes),
                 }
                 at += len;
+                // Progress counts values, all of which were read by now; the call shows that work goes
+                // on, and may cancel it.
+                meter.add(0)?;
             }
             if Digest(*hasher.finalize().as_bytes()) != object.blake3 {
                 let e = s4_format::Error::corrupt("hash of the chunks' bytes differs");

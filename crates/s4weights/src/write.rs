@@ -89,6 +89,10 @@ impl Writer {
     /// if the target fails, `Cancelled`, `Device`, and the errors of reading the parent. After an
     /// error the checkpoint cannot be finished.
     pub fn write(&mut self, tensors: &[TensorSource<'_>]) -> Result<()> {
+        self.adding(|writer| writer.write_all(tensors))
+    }
+
+    fn write_all(&mut self, tensors: &[TensorSource<'_>]) -> Result<()> {
         tensors.iter().try_for_each(|t| self.check(t))?;
         let total = tensors.iter().map(|t| t.values.bytes()).sum();
         let callback = self.options.progress.clone();

@@ -32,7 +32,7 @@ use crate::roles::RoleTable;
 
 /// How many tensors may be deltas or copies, each of which takes a plan: a manifest numbers plans
 /// with 16 bits, and the last numbers are reserved for other tensors.
-const MAX_DELTAS: usize = 65_000;
+pub(crate) const MAX_DELTAS: usize = 65_000;
 
 /// About how many tensors one thread closes in the time that another one takes to start.
 const TOGETHER: usize = 64;
@@ -67,8 +67,10 @@ pub struct Writer {
     plans: Vec<Plan>,
     plan_numbers: HashMap<Plan, u16>,
     pub(crate) blocks: Vec<(usize, Vec<u8>)>,
-    /// Tensors so far that may be deltas or copies, at most [`MAX_DELTAS`].
+    /// Tensors so far that may be deltas or copies.
     deltas: usize,
+    /// How many may be: [`MAX_DELTAS`], or this rank's share of them.
+    pub(crate) max_deltas: usize,
     snapshot: HashMap<String, SnapshotTensor>,
     pub(crate) roles: Option<Arc<RoleTable>>,
     /// What earlier saves noted about tensors, by name.
@@ -78,6 +80,8 @@ pub struct Writer {
     pub(crate) adopted: Adopted,
     bytes_in: u64,
     pub(crate) totals: Totals,
+    /// Whether adding tensors failed: some may be registered without values.
+    pub(crate) failed: bool,
 }
 
 /// What was written.
@@ -153,6 +157,7 @@ impl Writer {
             plan_numbers: HashMap::new(),
             blocks: vec![],
             deltas: 0,
+            max_deltas: MAX_DELTAS,
             snapshot: HashMap::new(),
             roles: None,
             recall: None,
@@ -160,6 +165,7 @@ impl Writer {
             adopted: Adopted::default(),
             bytes_in: 0,
             totals: Totals::default(),
+            failed: false,
         })
     }
 
@@ -194,14 +200,14 @@ impl Writer {
     pub(crate) fn parent_of(&mut self, name: &str, dtype: DType, shape: &[u64]) -> Option<u32> {
         let there = self.options.parent.as_ref()?.find(name)?;
         let alike = there.dtype == dtype && there.shape == shape;
-        let number = Some(there.number).filter(|_| alike && self.deltas < MAX_DELTAS)?;
+        let number = Some(there.number).filter(|_| alike && self.deltas < self.max_deltas)?;
         self.deltas += 1;
         Some(number)
     }
 
     /// Whether one more tensor may be predicted from another, which takes a plan. If so, counts it.
     pub(crate) fn may_have_input(&mut self) -> bool {
-        let room = self.deltas < MAX_DELTAS;
+        let room = self.deltas < self.max_deltas;
         self.deltas += usize::from(room);
         room
     }
@@ -229,6 +235,14 @@ impl Writer {
             self.tensors[number].plan = plan;
             self.tensors[number].kind = kind;
         }
+        Ok(())
+    }
+
+    /// Adds tensors. If that fails, or panics, the checkpoint cannot be finished.
+    pub(crate) fn adding(&mut self, add: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let before = std::mem::replace(&mut self.failed, true);
+        add(self)?;
+        self.failed = before;
         Ok(())
     }
 
@@ -353,7 +367,7 @@ impl Writer {
     ///
     /// # Errors
     /// `Io` if the target fails; nothing is visible then. `Argument` if chunks are in objects, whose index
-    /// only [`Writer::complete`] returns.
+    /// only [`Writer::complete`] returns, or if writing tensors failed before.
     pub fn finish(self, contents: Contents) -> Result<Report> {
         let written = self.complete(contents)?;
         match written.index {
@@ -365,8 +379,13 @@ impl Writer {
     /// As [`Writer::finish`], but returns all that is known of the checkpoint.
     ///
     /// # Errors
-    /// `Io` if the target fails; nothing is visible then.
+    /// `Io` if the target fails, `Argument` if writing tensors failed before; nothing is visible
+    /// then.
     pub fn complete(mut self, contents: Contents) -> Result<Written> {
+        if self.failed {
+            let what = "writing tensors failed before, so that the checkpoint cannot be finished";
+            return Err(Error::Argument(format!("{}: {what}", self.name)));
+        }
         for pack in std::mem::take(&mut self.open_packs) {
             self.close_pack(pack)?;
         }

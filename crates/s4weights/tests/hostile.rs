@@ -1,9 +1,15 @@
 //! Damaged and malicious files give the data or a typed error, nothing else.
 
 mod common;
+#[path = "common/craft.rs"]
+#[expect(dead_code, reason = "each test uses its own part")]
+mod craft;
 
 use common::{Owned, mixed, open, save};
-use s4weights::format::Error as FormatError;
+use craft::{BYTE, Constant, Craft};
+use s4weights::format::index::{RECORD_LEN, TABLE_HEADER_LEN, Tensor, TensorKind};
+use s4weights::format::manifest::Parent;
+use s4weights::format::{Digest, Error as FormatError, LayoutId, Plan};
 use s4weights::{DType, Error, WriteOptions, adversarial};
 
 fn small_file() -> (Vec<Owned>, Vec<u8>) {
@@ -95,5 +101,40 @@ fn another_version_is_refused_by_name() {
 fn what_is_no_such_file_is_refused() {
     for bytes in [vec![], vec![0; 15], vec![0; 100], b"PK\x03\x04 and so on, a zip file".to_vec()] {
         assert!(matches!(open(bytes), Err(Error::Format { .. })));
+    }
+}
+
+#[test]
+fn the_plan_of_a_packed_tensors_record_is_ignored() {
+    // `x` is a copy of `p`, which lies in a pack: all its residuals are 0.
+    let parent = Some(Parent { manifest: Digest::of(b""), depth: 1 });
+    let x = Constant { parent, ..Constant::new("x", DType::UInt8, 100, 16) };
+    for field in [0, 1, 2, u16::MAX] {
+        let mut craft =
+            Craft::new().constants(&[x.clone(), Constant::new("", DType::UInt8, 100, 16)]);
+        craft.parent = None;
+        craft.plans[0] = Plan::same(LayoutId::WHOLE, 1);
+        let TensorKind::Chunks { pack, .. } = &mut craft.tensors[1].kind else { panic!() };
+        *pack = true;
+        craft.tensors.insert(
+            1,
+            Tensor {
+                name: "p".into(),
+                dtype: DType::UInt8,
+                shape: vec![100],
+                plan: 0,
+                kind: TensorKind::Packed { pack: 2, first: 0 },
+            },
+        );
+        let set = |table: &mut Vec<u8>| {
+            let record = &mut table[TABLE_HEADER_LEN + RECORD_LEN..][..RECORD_LEN];
+            record[12..14].copy_from_slice(&field.to_le_bytes());
+        };
+        let (file, _) = craft.finish_with(set, |json| json);
+        let reader = open(file).unwrap();
+        let (mut x, mut p) = ([0; 100], [0; 100]);
+        reader.read_into(&mut [(0, &mut x), (1, &mut p)]).unwrap();
+        assert_eq!((x, p), ([BYTE; 100], [BYTE; 100]), "plan {field}");
+        reader.verify().unwrap();
     }
 }

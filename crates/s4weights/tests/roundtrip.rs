@@ -268,6 +268,20 @@ fn tensors_in_memory_need_no_file() {
 }
 
 #[test]
+fn what_was_written_in_part_is_not_published() {
+    let memory = Memory::default();
+    let target = Target::Stream(Box::new(memory.clone()));
+    let mut writer = Writer::create(target, WriteOptions::default()).unwrap();
+    let source = |name| TensorSource::new(name, DType::UInt8, &[2], &[7u8, 8][..]);
+    writer.write(&[source("a")]).unwrap();
+    // "b" is registered before the second "a" is refused.
+    assert!(matches!(writer.write(&[source("b"), source("a")]), Err(Error::Argument(_))));
+    writer.write(&[source("c")]).unwrap();
+    assert!(matches!(writer.finish(Contents::default()), Err(Error::Argument(_))));
+    assert!(open(memory.0.lock().unwrap().clone()).is_err());
+}
+
+#[test]
 fn wrong_arguments_are_refused_by_name() {
     let mut writer =
         Writer::create(Target::Stream(Box::new(Memory::default())), WriteOptions::default())
@@ -279,6 +293,8 @@ fn wrong_arguments_are_refused_by_name() {
     assert!(write("a", &[3], &[0; 8]).contains("`a`"));
     assert!(write("", &[2], &[0; 8]).contains("empty"));
     assert!(write("b", &[u64::MAX, 2], &[0; 8]).contains("`b`"));
+    let e = writer.finish(Contents::default()).unwrap_err().to_string();
+    assert!(e.contains("writing tensors failed before"), "{e}");
     assert_eq!("nvcomp".parse(), Ok(Preset::Nvcomp));
     assert!("best".parse::<Preset>().unwrap_err().contains("`balanced`"));
 }

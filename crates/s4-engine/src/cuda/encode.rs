@@ -659,7 +659,8 @@ pub(super) fn encoded(r: &EncodeResult) -> EncodedChunk {
         plain: r.plain != 0,
         crc_encoded: r.crc_encoded,
         crc_raw: r.crc_raw,
-        shared: r.shared != 0,
+        // The kernels keep the flag of a chunk whose streams they dropped because they were not shorter.
+        shared: r.shared != 0 && r.plain == 0,
         streams: r.stream.map(|s| StreamEntry {
             codec: CodecId(s.codec),
             param: s.param,

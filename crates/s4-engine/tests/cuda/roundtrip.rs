@@ -4,6 +4,7 @@ use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, Piece};
 use s4_engine::{Engine, Jobs, NoInputs, PlaneCoding, Preset, TensorPlan, TensorValues};
 use s4_format::layout::Planes;
 use s4_format::{DType, LayoutId, Plan};
+use s4_planes::Width;
 use s4_planes::patterns::{self, Kind};
 
 use crate::support::{
@@ -138,6 +139,22 @@ fn several_chunks_share_tables_and_parts_of_them_come_back() {
     for (host, e) in hosts.iter().zip(&encoded) {
         parts(&gpu, &engine, host, e);
     }
+}
+
+/// Tensors of lengths around the one from which a frame is shorter than the values. Right below it, the stream is
+/// shorter and uses the shared tables, but the frame is not: the chunk is plain, and no chunk needs the tables.
+#[test]
+fn a_plain_chunk_needs_no_shared_tables() {
+    let Some(gpu) = gpu() else { return };
+    let random = patterns::all(Kind::int(Width::B1), 600_000).find(|p| p.0 == "random").unwrap().1;
+    // Coding saves a little: 0.36 bits a byte.
+    let data: Vec<u8> = random.iter().map(|b| b % 200).collect();
+    let host = |n: usize| Host::new(format!("{n} bytes"), DType::UInt8, data[..n].to_vec());
+    let plan = on_cpu(&host(data.len()), None).plan;
+    let hosts: Vec<_> = (500..8000).step_by(100).map(host).collect();
+    let of_cpu: Vec<_> = hosts.iter().map(|h| on_cpu(h, Some(plan.clone())).chunks[0].0).collect();
+    assert!(of_cpu.iter().any(|c| c.plain) && of_cpu.iter().any(|c| c.shared));
+    check(&gpu, &hosts, Some(vec![plan; hosts.len()]));
 }
 
 /// Decodes two runs of bytes of each chunk, and checks that nothing else is written.

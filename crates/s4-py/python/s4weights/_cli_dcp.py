@@ -69,7 +69,7 @@ class _Stored:
         number, kind, shape = self._find(fqn, None)
         if kind != "uint8" or len(shape) != 1:
             raise CorruptDataError(f"{fqn!r} is stored as a tensor")
-        values = torch.empty(shape, dtype=torch.uint8)
+        values = torch.empty(shape, dtype=torch.uint8, device="cpu")
         if values.numel():
             self._reader.read_into([(number, values.data_ptr(), values.nbytes)], None)
         stream = io.BytesIO(values.numpy().tobytes())
@@ -95,7 +95,7 @@ class _Stored:
                 raise CorruptDataError(
                     f"{fqn!r}: the piece at {offset} is {kind} of {shape}, {said}"
                 )
-        whole = torch.empty(size, dtype=dtype)
+        whole = torch.empty(size, dtype=dtype, device="cpu")
         for offset, lengths in pieces.items():
             place = whole[tuple(slice(a, a + n) for a, n in zip(offset, lengths, strict=True))]
             if not place.numel():
@@ -103,7 +103,7 @@ class _Stored:
             if place.is_contiguous():
                 self._wanted.append((numbers[offset], place.data_ptr(), place.nbytes))
                 continue
-            part = torch.empty(lengths, dtype=dtype)
+            part = torch.empty(lengths, dtype=dtype, device="cpu")
             self._reader.read_into([(numbers[offset], part.data_ptr(), part.nbytes)], None)
             place.copy_(part)
         return whole

@@ -342,9 +342,9 @@ class Store:
     def repo(self) -> str:
         """The contents of the store's ``repo.json``."""
 
-def begin_parts(store: Store, raw: int, base: bool) -> str:
-    """Begins a checkpoint that several processes store together, of ``raw`` bytes of tensors.
-    Returns the ``part_of`` that every rank needs.
+def begin_parts(store: Store, raw: int, tensors: Sequence[int], base: bool) -> list[str]:
+    """Begins a checkpoint that several processes store together, of about ``raw`` bytes of tensors;
+    ``tensors``: about how many each rank has. Returns the ``part_of`` of each rank.
     """
 
 def save_part(

@@ -268,7 +268,7 @@ def _tensor(
             raise CorruptDataError(f"{fqn!r}: the piece at {offset} is smaller than its values")
     if len(pieces) == 1:
         return _part(root, found.popitem()[1], fqn, size, dtype)
-    whole = torch.empty(size, dtype=dtype)
+    whole = torch.empty(size, dtype=dtype, device="cpu")
     for offset, lengths in pieces.items():
         part = _part(root, found[offset], fqn, lengths, dtype)
         whole[tuple(slice(a, a + n) for a, n in zip(offset, lengths, strict=True))] = part
@@ -294,7 +294,7 @@ def _pieces(fqn: str, size: tuple[int, ...], chunks: Any) -> dict[tuple[int, ...
     if math.prod(parts) > MAX_PARTS:
         raise LimitError(f"{fqn!r} is cut into more than {MAX_PARTS} parts")
     number = [{edge: n for n, edge in enumerate(e)} for e in edges]
-    covered = torch.zeros(parts, dtype=torch.int32)
+    covered = torch.zeros(parts, dtype=torch.int32, device="cpu")
     for offset, lengths in pieces.items():
         bounds = zip(number, offset, lengths, strict=True)
         covered[tuple(slice(of[a], of[a + n]) for of, a, n in bounds)] += 1

@@ -124,7 +124,7 @@ class StoredTensors:
         host memory.
         """
         straight = _takes(target, dtype) and self._can_fill(target)
-        values = target if straight else torch.empty(target.shape, dtype=dtype)
+        values = target if straight else torch.empty(target.shape, dtype=dtype, device="cpu")
         self._whole.append((item, target, number, values))
 
     def _fill_wrapped(self, item: ReadItem, target: torch.Tensor) -> None:
@@ -155,7 +155,8 @@ class StoredTensors:
     def _fill_part(self, part: _Part, planner: dcp.LoadPlanner, straight: bool) -> None:
         """Decodes the chunks that contain a part. ``straight``: directly into the target."""
         item, target, number, dtype, shape = part
-        values = target if straight else torch.empty(tuple(item.lengths), dtype=dtype)
+        lengths = tuple(item.lengths)
+        values = target if straight else torch.empty(lengths, dtype=dtype, device="cpu")
         if values.numel():
             starts = zip(item.storage_offsets, item.lengths, strict=True)
             ranges = [(start, start + length) for start, length in starts]

@@ -60,7 +60,7 @@ class _SharedBuffers:
             if have is None or have.nbytes() != size:
                 have = torch.UntypedStorage._new_shared(size)
             self._kept.append(have)
-            found.append((torch.empty(0, dtype=torch.uint8).set_(have), 0))
+            found.append((torch.empty(0, dtype=torch.uint8, device="cpu").set_(have), 0))
             if storage.device.type == "cpu":
                 host.append((have.data_ptr(), storage.data_ptr(), size))
             else:

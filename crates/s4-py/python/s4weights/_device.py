@@ -53,7 +53,9 @@ class Compute:
             raise ValueError(f"pinned_memory={pinned_memory!r}: a number of bytes expected")
         self._device, self._pinned = device, pinned_memory
         self._given = gpu_scratch is not None
-        self.scratch = GPU_SCRATCH if gpu_scratch is None else gpu_scratch
+        # Engines are kept until the process ends: a program that computes its own figure for each
+        # call must not get one each time.
+        self.scratch = GPU_SCRATCH if gpu_scratch is None else 1 << (gpu_scratch.bit_length() - 1)
         self._found: dict[frozenset[int], _core.CudaEngine | None] = {}
         if device == "cuda":
             self.engine(())
@@ -66,6 +68,15 @@ class Compute:
         if key not in self._found:
             self._found[key] = self._find(key)
         return self._found[key]
+
+    def required(self, ordinals: Iterable[int]) -> _core.CudaEngine:
+        """As `engine`, for values that cannot go through host memory: raises `S4Error` then."""
+        numbers = sorted(ordinals)
+        engine = self.engine(numbers)
+        if engine is None:
+            names = ", ".join(f"cuda:{number}" for number in numbers)
+            raise S4Error(f"{names}: tensors there cannot be filled: no engine could be set up")
+        return engine
 
     def _find(self, ordinals: frozenset[int]) -> _core.CudaEngine | None:
         try:

@@ -161,8 +161,9 @@ def compress(values: bytearray) -> bytes | None:
         sources.append((f"{number}", name, shape, start + offset, size))
         at = offset + size
     rest += values[at:]
-    kept = torch.frombuffer(rest, dtype=torch.uint8) if rest else torch.empty(0, dtype=torch.uint8)
-    sources.append((_REST, "uint8", (len(rest),), kept.data_ptr() if rest else 0, len(rest)))
+    kept = torch.frombuffer(rest, dtype=torch.uint8) if rest else None
+    start = 0 if kept is None else kept.data_ptr()
+    sources.append((_REST, "uint8", (len(rest),), start, len(rest)))
     stream = io.BytesIO()
     writer = _core.Writer(None, None, stream, "balanced", None, {})
     try:

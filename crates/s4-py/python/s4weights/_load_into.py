@@ -291,7 +291,7 @@ def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress
     storage = torch.UntypedStorage(nbytes)
     if nbytes:
         reader.read_into([(pair.number, storage.data_ptr(), nbytes)], progress.native())
-    values = torch.empty(0, dtype=saved.dtype).set_(
+    values = torch.empty(0, dtype=saved.dtype, device="cpu").set_(
         storage, saved.storage_offset(), saved.shape, saved.stride()
     )
     target.copy_(values)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, overload
 
 from ._entries import CheckpointEntry
-from ._pending import PendingSave
+from ._pending import Pending, PendingSave
 from ._progress import ProgressArgument
 from ._staging import Stage
 from ._store import CheckpointStore
@@ -74,7 +74,9 @@ def save_checkpoint(
     pending = store.save_checkpoint(
         state, step, metrics, tags, blocking=False, base=base, stage=stage, progress=progress
     )
-    pending.committed.add_done_callback(lambda _: store._abandon())
+    # What a store with a runner returns has no future of its own.
+    running: Pending[Any] = getattr(pending, "_submission", pending)
+    running.committed.add_done_callback(lambda _: store._abandon())
     return pending
 
 

@@ -142,13 +142,13 @@ class Slice:
             nbytes = saved.untyped_storage().nbytes()
             storage = torch.UntypedStorage(nbytes)
             self._read(number, (0, 1, (nbytes,)), [(0, nbytes)], storage)
-            values = torch.empty(0, dtype=saved.dtype).set_(
+            values = torch.empty(0, dtype=saved.dtype, device="cpu").set_(
                 storage, saved.storage_offset(), saved.shape, saved.stride()
             )
             part = values[tuple(slice(*r) for r in ranges)][rest].contiguous()
         else:
             shape = [end - start for start, end in ranges]
-            part = torch.empty(shape, dtype=saved.dtype)
+            part = torch.empty(shape, dtype=saved.dtype, device="cpu")
             array = (saved.storage_offset() * item, item, tuple(saved.shape))
             self._read(number, array, ranges, part.untyped_storage())
             part = part[rest]

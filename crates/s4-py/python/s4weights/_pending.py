@@ -185,14 +185,17 @@ class Pending(Generic[T]):
             self._end_values()
             raise
 
+    def _runs_here(self) -> bool:
+        """Whether this is a thread of the save, which must not wait for it."""
+        return self._thread is threading.current_thread()
+
     def _run(self, save: Callable[[], T]) -> None:
         try:
             if self._values is not None:
                 self._values.settle()
             result = save()
         except BaseException as error:
-            # The traceback need not keep alive what the save held on to.
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
             logger.error("%s failed: %s", self._what, error)
             self._end_values()
             self.committed.set_exception(error)
@@ -340,6 +343,7 @@ class Outside(Pending[Any]):
     def __init__(self, what: str, running: list[Pending[Any]]) -> None:
         super().__init__(what)
         self._running = running
+        self.committed = SaveFuture(self._discard)
 
     def follow(self, future: Future[Any]) -> None:
         """Takes over the outcome of a future."""
@@ -352,11 +356,39 @@ class Outside(Pending[Any]):
         error = future.exception()
         if error is None:
             self.committed.set_result(future.result())
-            _live.discard(self)
-            self._running.remove(self)
+            self._discard()
         else:
+            _clear_frames(error)
             logger.error("%s failed: %s", self._what, error)
             self.committed.set_exception(error)
+
+    def _discard(self) -> None:
+        """Called when the save has succeeded, or someone has seen its error."""
+        _live.discard(self)
+        with contextlib.suppress(ValueError):  # It was removed already.
+            self._running.remove(self)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drops what the functions that raised an error held on to, such as copies of tensors: its
+    traceback would keep that alive. The same for the errors behind it, and those of DCP's ranks.
+    """
+    todo: list[tuple[Any, bool]] = [(error, False)]
+    seen = set()
+    while todo:
+        one, has_text = todo.pop()
+        if not isinstance(one, BaseException) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        if has_text:
+            # DCP keeps the traceback as text. Its functions hold on to tensors even when their
+            # frames are cleared, as they are closures.
+            one.__traceback__ = None
+        todo += [(one.__cause__, has_text), (one.__context__, has_text)]
+        ranks = getattr(one, "failures", None)
+        if isinstance(ranks, dict):
+            todo += [(of[0], True) for of in ranks.values() if isinstance(of, tuple) and of]
 
 
 #: For each optimizer, the saves that its next step waits for. The hook stays registered: it cannot
@@ -453,7 +485,8 @@ class HostBuffer:
         have = self._buffer
         if have is None or have.numel() < nbytes or (pinned and not have.is_pinned()):
             self._buffer = None  # Frees the old buffer before the new one is allocated.
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            # Not on the default device, which the caller may have set.
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             return self._buffer
         return have
 

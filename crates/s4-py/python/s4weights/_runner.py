@@ -47,6 +47,9 @@ class Submission(Pending[None]):
         super().__init__(f"{client.address}: the save of step {step}")
         self.file: PendingFile | None = None
 
+    def _runs_here(self) -> bool:
+        return super()._runs_here() or (self.file is not None and self.file._runs_here())
+
 
 class RunnerSave:
     """A checkpoint that a runner has, or is about to get: the result of
@@ -219,8 +222,11 @@ class RunnerClient:
         """A checkpoint from the nearest place that has it, as a file that exists while this context
         manager is active.
         """
-        wanted = {} if step is None else {"id" if isinstance(step, str) else "step": step}
-        found = self._request("POST", "/v1/restore", wanted)
+        wanted: dict[str, Any] = {"request": str(uuid.uuid4()), "timeout_ms": int(_POLL * 1000)}
+        if step is not None:
+            wanted["id" if isinstance(step, str) else "step"] = step
+        while "running" in (found := self._request("POST", "/v1/restore", wanted)):
+            pass
         for problem in found["skipped"]:
             warnings.warn(f"passed over: {problem}", UserWarning, stacklevel=4)
         logger.debug("step %d comes from tier %s", found["step"], found["tier"])
@@ -245,7 +251,7 @@ class RunnerClient:
             except (OSError, http.client.HTTPException, ValueError) as error:
                 failure: S4Error = self._unreachable(error)
             else:
-                if status == 200:
+                if status in (200, 202):
                     return answer
                 failure = _failure(status, answer)
                 if status not in (507, 503):

@@ -120,9 +120,9 @@ def save(
             so that only encoded bytes are copied to the host; ``"cpu"``: on the host. If CUDA
             cannot be used, ``"auto"`` warns once and encodes on the host; ``"cuda"`` raises an
             error. Other tensors are always encoded on the host. The file is the same either way.
-        gpu_scratch: bytes of memory to use on each CUDA device while encoding; ``None`` means up to
-            768 MiB. Never more than an eighth of the free memory is taken, except that the first
-            256 MiB may be up to half of it.
+        gpu_scratch: bytes of memory to use on each CUDA device while encoding, rounded down to a
+            power of two; ``None`` means up to 768 MiB. Never more than an eighth of the free memory
+            is taken, except that the first 256 MiB may be up to half of it.
         pinned_memory: the most page-locked host memory, in bytes, that this process takes for
             values from CUDA devices, unchanged (``stage="host"``) or encoded: from now on, for all
             devices and saves together. It is allocated when it is needed and kept for later saves

@@ -395,12 +395,12 @@ def read_batch(
     """Reads into memory of the host and of CUDA devices. ``new``: the host memory was not written
     to before.
     """
+    there = [request for request in batch if request[3] != HOST]
+    engine = compute.required({request[3][0] for request in there}) if there else None
     host = [request[:3] for request in batch if request[3] == HOST]
     if host:
         reader.read_into(host, progress.native(), new)
         progress.advance(sum(nbytes for _, _, nbytes in host))
-    there = [request for request in batch if request[3] != HOST]
-    engine = compute.engine({request[3][0] for request in there}) if there else None
     if engine is not None:
         reader.read_into_device(engine, there, progress.native())
         progress.advance(sum(request[2] for request in there))

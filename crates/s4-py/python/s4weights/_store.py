@@ -663,7 +663,7 @@ class CheckpointStore(Catalog):
         pending = self._pending
         if pending is None:
             return
-        if pending._thread is threading.current_thread():
+        if pending._runs_here():
             raise RuntimeError(
                 "this would wait for the save that it is called from: a progress function can "
                 "neither save to the same store nor load from it"

@@ -61,11 +61,11 @@ class LiveWeights:
             whole: opens the delta together with its chain, for tensors that a device cannot update.
         """
         requests = self._requests()
+        there = [request for request in requests if request[3][0] >= 0]
+        engine = self._compute.required({request[3][0] for request in there}) if there else None
         host = [request[:3] for request in requests if request[3][0] < 0]
         if host:
             reader.apply_into(host, None)
-        there = [request for request in requests if request[3][0] >= 0]
-        engine = self._compute.engine({request[3][0] for request in there}) if there else None
         if engine is not None:
             left = reader.apply_into_device(engine, there, None)
             if left:
@@ -99,7 +99,8 @@ class LiveWeights:
             there = places.get(pair.number)
             if there is None:
                 nbytes = pair.saved.untyped_storage().nbytes()
-                there = places[pair.number] = torch.empty(nbytes, dtype=torch.uint8)
+                there = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                places[pair.number] = there
             elif covering_shape(pair.saved) is not None and there.dtype == pair.saved.dtype:
                 copies.append((pair.target, there.reshape(pair.saved.shape)))
                 continue
@@ -131,12 +132,18 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
     """The tensors of a module or of containers, by key path.
 
     Raises:
-        ValueError: there are none, or two have the same path.
+        ValueError: there are none, or two have the same path, or one is not a plain tensor.
     """
+    import torch
+
     found = {path: tensor.detach() for path, tensor in tensors_by_path(weights).items()}
     for path, tensor in found.items():
+        if type(tensor) is not torch.Tensor:
+            # Such as a DTensor: what it stands for is not what its memory holds.
+            kind = type(tensor).__name__
+            raise ValueError(f"`{path}` is a {kind}: only plain tensors can be published")
         if not is_strided(tensor):
-            raise ValueError(f"`{path}` is a {type(tensor).__name__} of layout {tensor.layout}: not strided")
+            raise ValueError(f"`{path}` is a tensor of layout {tensor.layout}: not strided")
     if not found:
         raise ValueError(f"{type(weights).__name__}: no tensors in it")
     return found

@@ -83,6 +83,10 @@ _RANK, _RANKS = "dcp.rank", "dcp.ranks"
 _WEIGHTS, _OPTIMIZER = 0, 1
 
 
+#: How many items each rank's plan had: a planner that caches plans sends unchanged ones without.
+_items_of: dict[int, int] = {}
+
+
 class _Share(NamedTuple):
     """What the coordinator tells a rank before the rank writes."""
 
@@ -207,8 +211,14 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         native = self._place.store._open("open_or_create")
         if not self._overwrite:
             self._require_new()
-        self._part_of = _core.begin_parts(native, raw, self._base)
-        shares = [_Share(self._part_of, rank) for rank in range(len(plans))]
+        for rank, plan in enumerate(plans):
+            if getattr(plan, "usable", True):
+                _items_of[rank] = len(plan.items)
+        items = [max(_items_of.get(rank, 1), 1) for rank in range(len(plans))]
+        parts = _core.begin_parts(native, raw, items, self._base)
+        shares = [_Share(part_of, rank) for rank, part_of in enumerate(parts)]
+        # Any rank's will do to list the checkpoint.
+        self._part_of = parts[0]
         # Without collectives there is only this rank's plan, whichever rank it is.
         _of_thread.share = shares[self._rank if len(plans) > 1 else 0]
         pairs = zip(plans, shares, strict=True)
@@ -543,7 +553,7 @@ def _values(item: WriteItem, planner: dcp.SavePlanner) -> dict[str, torch.Tensor
 
 def _bytes(raw: bytes) -> torch.Tensor:
     if not raw:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
 
 

@@ -98,9 +98,13 @@ class Publisher:
             hops, shared = store._arguments["max_hops"], store._arguments["max_chain"]
             if hops is None or shared is None or hops < shared - 1:
                 raise ValueError("store: max_hops=max_chain - 1 expected: a line of deltas")
+            if store.runner is not None:
+                raise ValueError("store: it has a runner, which would decide what is a delta")
             self._store: CheckpointStore | None = store
         else:
             given = {"max_chain", "max_hops"} & options.keys()
+            if options.get("runner") is not None:
+                raise TypeError("runner: it would decide what is a delta")
             if given:
                 raise TypeError(f"{', '.join(given)}: set by `chain`")
             self._store = None
@@ -118,6 +122,8 @@ class Publisher:
             if "parent_memory" in options:
                 self._open(0)
         self._lock = threading.Lock()
+        #: Whether a base was published in the background, and what it replaces is still stored.
+        self._sweeps = False
         self._server: Server | None = None
         if listen is not None:
             self._server = Server(listen, self._entries, self._stored)
@@ -178,15 +184,20 @@ class Publisher:
 
         Raises:
             S4Error: as in `CheckpointStore.save_checkpoint`.
-            ValueError: there are no tensors.
+            ValueError: there are no tensors, or one is not a plain tensor, such as a DTensor.
         """
         tensors = tensors_of(weights)
         with self._lock:
             store = self._open(sum(tensor.nbytes for tensor in tensors.values()))
             how: dict[str, Any] = {"base": base, "metrics": metrics, "tags": tags}
+            if self._is_private:
+                # A sweep would delete what a save that is running has uploaded so far.
+                store._settle()
+                self._sweep(store)
             if blocking:
                 entry: CheckpointEntry = store.save_checkpoint(tensors, step, **how)
                 self._published(store, entry)
+                self._sweep(store)
                 return entry
             pending: PendingSave = store.save_checkpoint(
                 tensors, step, blocking=False, stage=stage, **how
@@ -231,16 +242,26 @@ class Publisher:
 
     def _published(self, store: CheckpointStore, entry: CheckpointEntry) -> None:
         try:
+            if self._is_private and entry.kind == "base":
+                self._sweeps = True
             if self._server is not None:
                 self._server.refresh()
-            if self._is_private and entry.kind == "base":
-                # Nobody else can reach the store, and a subscriber that misses what it was about
-                # to read asks again.
-                store._open("open").sweep(0.0, True, False)
         except S4Error as error:  # It is published; subscribers see it with the next step.
             logger.warning(
                 "%s: subscribers were not told of step %d: %s", store.url, entry.step, error
             )
+
+    def _sweep(self, store: CheckpointStore) -> None:
+        """Deletes what a base has replaced; called with the lock, while no save is running."""
+        if not self._sweeps:
+            return
+        self._sweeps = False
+        try:
+            # Nobody else can reach the store, and a subscriber that misses what it was about to
+            # read asks again.
+            store._open("open").sweep(0.0, True, False)
+        except S4Error as error:
+            logger.warning("%s: what was replaced is still stored: %s", store.url, error)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,24 @@ def test_a_parent_goes_when_its_deltas_are_gone(tmp_path: Path) -> None:
     assert io.store.list() == []
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_store_with_a_runner(
+    blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = StoreCheckpointIO(tmp_path / "store", blocking=blocking, runner="unix:///nobody")
+    requests: list[str] = []
+
+    def answer(method: str, path: str, message: object = None) -> dict[str, Any]:
+        requests.append(f"{method} {path}")
+        return {"incoming": str(tmp_path)}
+
+    monkeypatch.setattr(io.store.runner, "_request", answer)
+    io.save_checkpoint({"w": torch.ones(9), "global_step": 1}, tmp_path / "first")
+    io.teardown()
+    assert (tmp_path / f"{marked(tmp_path / 'first')}.s4w").is_file()
+    assert requests == ["GET /v1/staging", "POST /v1/submissions"]
+
+
 @pytest.mark.parametrize("kind", ["file", "store"])
 def test_a_save_in_the_background_that_fails_removes_nothing(kind: str, tmp_path: Path) -> None:
     failing = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,27 @@ def test_objects_of_other_classes_are_refused(tmp_path: Path) -> None:
     with trusting.stream_read(tmp_path / "x") as stream:
         assert torch.load(stream, weights_only=False) == {"run": Run}
     assert trusting.getsize(tmp_path / "x") != (tmp_path / "x").stat().st_size
+
+
+def test_a_file_that_was_written_in_place_is_read_again(tmp_path: Path) -> None:
+    storage, sizes = S4StorageConfig().create_storage(), set()
+    file = tmp_path / "x"
+    for seed in (1, 2):
+        weight = torch.rand(5000, generator=torch.Generator().manual_seed(seed)).round()
+        data = io.BytesIO()
+        s4weights.save({"w": weight}, data)
+        file.write_bytes(data.getvalue())
+        os.utime(file, ns=(seed, seed))
+        sizes.add(len(data.getvalue()))
+        length = storage.getsize(file)
+        with storage.stream_read(file) as stream:
+            found = stream.read(length // 2)
+        assert len(storage._kept) == seed, "it is kept until all of it was read"
+    with storage.stream_read(file) as stream:
+        assert stream.seek(len(found)) == len(found)
+        found += stream.read()
+    assert torch.equal(torch.load(io.BytesIO(found))["w"], weight)
+    assert len(sizes) == 1 and len(storage._kept) == 1, "what was read is dropped"
 
 
 def test_a_save_in_another_process(tmp_path: Path) -> None:

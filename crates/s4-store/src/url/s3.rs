@@ -247,16 +247,16 @@ impl Settings {
 
     fn has_credentials(&self) -> bool {
         use AmazonS3ConfigKey as K;
-        self.keys.iter().any(|(k, _)| {
-            matches!(
-                k,
-                K::AccessKeyId
-                    | K::SkipSignature
-                    | K::WebIdentityTokenFile
-                    | K::ContainerCredentialsRelativeUri
-                    | K::ContainerCredentialsFullUri
-            )
-        })
+        self.last(&K::SkipSignature) == Some("true")
+            || self.keys.iter().any(|(k, _)| {
+                matches!(
+                    k,
+                    K::AccessKeyId
+                        | K::WebIdentityTokenFile
+                        | K::ContainerCredentialsRelativeUri
+                        | K::ContainerCredentialsFullUri
+                )
+            })
     }
 
     /// On Amazon's servers, unless options say otherwise: instead of signing the body, sends a
@@ -387,6 +387,9 @@ mod tests {
         let b = built(&[], &[("HOME", home)]);
         assert_eq!((id(&b), value(&b, "region").unwrap()), ("FILE".into(), "eu-file".into()));
         assert_eq!(value(&b, "checksum_algorithm").unwrap(), "crc64nvme");
+        assert_eq!(id(&built(&[("anon", "false")], &[("HOME", home)])), "FILE");
+        let anonymous = built(&[("anon", "true")], &[("HOME", home)]);
+        assert_eq!(value(&anonymous, "access_key_id"), None);
         let env = [("HOME", home), ("AWS_ACCESS_KEY_ID", "ENV"), ("AWS_SECRET_ACCESS_KEY", "x")];
         let b = built(&[], &env);
         assert_eq!((id(&b), value(&b, "region").unwrap()), ("ENV".into(), "eu-file".into()));

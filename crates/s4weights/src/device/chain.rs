@@ -88,16 +88,13 @@ impl<'a> Chain<'a> {
         let mut with_moments = WithMoments::finder(reader, &wanted);
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
-            let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
+            let plan = reader.plan(host);
             if plan.inputs.is_empty() && open {
                 chain.steps[0].wanted.push(Wanted::new(number, request, to));
                 continue;
             }
             // All copies are decoded together, so none may be a copy of another one.
-            let is_copy = |t: &usize| {
-                let plan = &reader.manifest.plans[usize::from(reader.tensors[*t].plan)];
-                plan.own_input().is_some()
-            };
+            let is_copy = |t: &usize| reader.plan(*t).own_input().is_some();
             let original = reader.own_input(host)?.filter(|t| open && !is_copy(t));
             if let Some(input) = original.and_then(|t| wanted.get(t, to.ordinal())) {
                 let wanted = Wanted::new(number, request, to);
@@ -142,7 +139,7 @@ impl<'a> Chain<'a> {
         let (places, mut wanted) = (Places::of(requests), vec![]);
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
-            let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
+            let plan = reader.plan(host);
             let self_contained = plan.own_inputs().next().is_none();
             let own =
                 plan.inputs.is_empty() || (plan.is_delta() && self_contained && host == number);
@@ -319,11 +316,7 @@ impl<'a> Finder<'a, '_> {
             };
             // Its memory is free as long as ancestors are decoded, since it needs no other tensor
             // itself.
-            let self_contained = |&top: &usize| {
-                let t = &self.reader.tensors[self.reader.host(top)];
-                let plan = &self.reader.manifest.plans[usize::from(t.plan)];
-                plan.own_inputs().next().is_none()
-            };
+            let self_contained = |&top: &usize| self.reader.plan(top).own_inputs().next().is_none();
             let place = top.filter(self_contained).and_then(|t| self.wanted.get(t, ordinal));
             let fits = |to: &DeviceMemory| moment.bytes().is_ok_and(|bytes| bytes == to.bytes());
             let Some(to) = place.filter(fits) else { return Ok(None) };

@@ -20,8 +20,31 @@ use crate::interrupt;
 /// Bytes of a part: larger files are uploaded in parts. 10,000 parts are what S3 allows.
 const PART: usize = 32 << 20;
 const MAX_PARTS: usize = 10_000;
+/// How many parts have [`PART`] bytes; later ones are larger, since the length of the file is not
+/// known before its end. S3, Google and Azure take parts of different sizes. Cloudflare R2 needs
+/// all but the last of one size: it refuses a file that does not fit into these parts (156 GiB).
+const EQUAL_PARTS: usize = 5_000;
+/// Sizes double with each so many later parts, up to [`LARGEST_PART`]: 5.2 TiB in all, more than
+/// the 5 TiB that an object of S3 may have.
+const DOUBLING: usize = 250;
+const LARGEST_PART: usize = 40 * PART;
 /// Parts in flight at once: with the one being filled, what an upload holds in memory.
 const IN_FLIGHT: usize = 3;
+/// Most bytes of parts in flight, unless one part alone is larger.
+const BYTES_IN_FLIGHT: usize = 16 * PART;
+
+/// Bytes of a part, counted from 0.
+fn part_size(number: usize) -> usize {
+    match number.checked_sub(EQUAL_PARTS) {
+        None => PART,
+        Some(later) => (PART << (1 + later / DOUBLING).min(6)).min(LARGEST_PART),
+    }
+}
+
+/// How many parts of a size may be in flight at once.
+fn parts_in_flight(size: usize) -> usize {
+    (BYTES_IN_FLIGHT / size).clamp(1, IN_FLIGHT)
+}
 /// How long aborting an upload may take, and how long if the caller has stopped the work.
 const ABORT: Duration = Duration::from_secs(10);
 const STOPPED_ABORT: Duration = Duration::from_millis(300);
@@ -145,11 +168,11 @@ impl UploadSink {
     fn send_part(&mut self) -> Result<()> {
         if self.parts == MAX_PARTS {
             return Err(Error::Argument(format!(
-                "{}: more than {MAX_PARTS} parts of {PART} bytes",
+                "{}: the file is too large: it takes more than {MAX_PARTS} parts",
                 self.name
             )));
         }
-        self.wait_for(IN_FLIGHT - 1)?;
+        self.wait_for(parts_in_flight(part_size(self.parts)) - 1)?;
         if self.upload.is_none() {
             self.begin()?;
         }
@@ -208,14 +231,15 @@ impl Sink for UploadSink {
     fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.len += bytes.len() as u64;
         while !bytes.is_empty() {
+            let part = part_size(self.parts);
             if self.buffer.capacity() == 0 {
-                self.buffer.reserve_exact(PART);
+                self.buffer.reserve_exact(part);
             }
-            let (now, later) = bytes.split_at(bytes.len().min(PART - self.buffer.len()));
+            let (now, later) = bytes.split_at(bytes.len().min(part - self.buffer.len()));
             self.buffer.extend_from_slice(now);
             bytes = later;
             // A full buffer waits for the next byte: it may be the whole object.
-            if self.buffer.len() == PART && !bytes.is_empty() {
+            if self.buffer.len() == part && !bytes.is_empty() {
                 self.send_part()?;
             }
         }
@@ -312,5 +336,24 @@ impl ReadAt for StoreSource {
 
     fn request_size(&self) -> usize {
         REMOTE_REQUEST
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_reach_the_largest_object_within_bounded_memory() {
+        let sizes: Vec<usize> = (0..MAX_PARTS).map(part_size).collect();
+        assert!(sizes.iter().map(|&size| size as u64).sum::<u64>() >= 5 << 40);
+        assert!(sizes.is_sorted() && sizes[..EQUAL_PARTS].iter().all(|&size| size == PART));
+        assert_eq!(sizes[EQUAL_PARTS..][..2 * DOUBLING].iter().max(), Some(&(4 * PART)));
+        for size in sizes {
+            // S3 takes parts of up to 5 GiB.
+            assert!(size as u64 <= 5 << 30);
+            assert!((1 + parts_in_flight(size)) * size <= 2 * LARGEST_PART, "{size}");
+        }
+        assert_eq!(parts_in_flight(PART), IN_FLIGHT);
     }
 }

@@ -71,6 +71,7 @@ impl CheckpointStore {
                 .and_then(|ready| self.publish(ready));
             match outcome {
                 Ok((saved, _)) => {
+                    self.is_parent_later(&mut history, saved.checkpoint.since_base());
                     history.saved(&saved.checkpoint, None);
                     return Ok(saved);
                 }

@@ -334,3 +334,38 @@ fn newest_deltas(state: &State, base: &Checkpoint) -> Vec<CheckpointSize> {
     let family = state.descendants(&[base.id()]);
     state.list().into_iter().filter(|c| family.contains(&c.id())).map(entry).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use object_store::memory::InMemory;
+
+    use super::*;
+    use crate::options::WriteOptions;
+    use crate::store::{ImportOptions, Place};
+    use crate::{DType, Source, Target, Writer};
+
+    #[test]
+    fn importing_releases_values_that_no_later_save_can_use() {
+        let place = Place::objects(Arc::new(InMemory::new()), "runs/a".into());
+        let options = StoreOptions { max_chain: 16, max_hops: 15, ..StoreOptions::default() };
+        let store = CheckpointStore::open_or_create_at(&place, options).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let mut values: Vec<u8> =
+            (0..20_000u32).flat_map(|i| i.wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
+        for step in 0..5 {
+            values[step as usize] ^= 1;
+            let path = folder.path().join(step.to_string());
+            let target = Target::from(path.as_path());
+            let mut writer = Writer::create(target, WriteOptions::default()).unwrap();
+            writer
+                .write(&[TensorSource::new("w", DType::Float32, &[20_000], &values[..])])
+                .unwrap();
+            writer.finish(Default::default()).unwrap();
+            let reader = Reader::open(Source::from(path.as_path()), Default::default()).unwrap();
+            let saved = store.import(&reader, step, &ImportOptions::default()).unwrap();
+            assert_eq!(saved.checkpoint.since_base(), step as u32);
+            // In a chain each checkpoint is a delta of the last one only.
+            assert!(lock(&store.history).held.is_empty(), "step {step}");
+        }
+    }
+}

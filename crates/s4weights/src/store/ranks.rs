@@ -9,7 +9,9 @@
 use std::time::Instant;
 
 use bytes::Bytes;
-use s4_store::{About, Checkpoint, CheckpointId, Error as StoreError, ObjectInfo, Reference};
+use s4_store::{
+    About, Checkpoint, CheckpointId, Error as StoreError, MAX_MANIFEST, ObjectInfo, Reference,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -19,13 +21,18 @@ use crate::report::Report;
 use crate::store::bridge::Asker;
 use crate::store::cache::ObjectCache;
 use crate::store::parents::distance;
-use crate::store::save::{SaveRequest, StageSeconds, Uploading, WhyBase, chain};
+use crate::store::save::{
+    MAX_CHUNKS, SaveRequest, StageSeconds, Uploading, WhyBase, chain, check_chunks,
+};
 use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
 use crate::write::TensorSource;
-use crate::writer::{Writer, Written};
+use crate::writer::{MAX_DELTAS, Writer, Written};
 
-/// The data that the parts of a checkpoint share: the coordinator makes it and sends it to every
-/// rank, as JSON if necessary.
+/// Bytes of values in most chunks.
+const CHUNK: u64 = 256 << 10;
+
+/// What a rank must know to store its part of a checkpoint: the coordinator makes one for each rank and
+/// sends it, as JSON if necessary. All of them are of the same version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartOf {
@@ -37,6 +44,9 @@ pub struct PartOf {
     number: u32,
     /// Why it is a base; `None` if it may be a delta.
     why_base: Option<String>,
+    /// How many of the rank's tensors may be deltas or copies: the merged index numbers the plans of
+    /// all ranks' together.
+    deltas: usize,
 }
 
 /// What one rank stored.
@@ -91,19 +101,38 @@ impl RankPart {
 }
 
 impl CheckpointStore {
-    /// Begins a checkpoint of several processes, which has `raw` bytes of tensors in all. Its
-    /// parent is chosen as for a save ([`CheckpointStore::save`]); a tensor becomes a delta if the
-    /// parent has one of the same name, type and shape. `base`: write a base, whatever the policy
-    /// says.
+    /// Begins a checkpoint of several processes, which has about `raw` bytes of tensors in all;
+    /// `tensors`: about how many each rank has. Returns what to send to each rank, in the same order.
+    /// Its parent is chosen as for a save ([`CheckpointStore::save`]); a tensor becomes a delta if the
+    /// parent has one of the same name, type and shape. A checkpoint can have only some 65,000 deltas:
+    /// if there are more tensors, each rank gets a share in proportion to its own. `base`: write a
+    /// base, whatever the policy says.
     ///
     /// # Errors
     /// As [`CheckpointStore::save`].
-    pub fn begin_parts(&self, raw: u64, base: bool) -> Result<PartOf> {
+    pub fn begin_parts(&self, raw: u64, tensors: &[usize], base: bool) -> Result<Vec<PartOf>> {
+        // Only a warning: some of the tensors may be stored as smaller ones, or as one.
+        if raw > MAX_CHUNKS * CHUNK {
+            tracing::warn!(
+                store = self.name(),
+                bytes = raw,
+                "the checkpoint may be too large: with more than {MAX_CHUNKS} chunks, which are \
+                 {} bytes, it cannot be listed, because its manifest has at most {MAX_MANIFEST} bytes",
+                MAX_CHUNKS * CHUNK
+            );
+        }
+        let of = self.begin_part(raw, base)?;
+        let shares = shares(MAX_DELTAS, tensors).into_iter();
+        Ok(shares.map(|deltas| PartOf { deltas, ..of.clone() }).collect())
+    }
+
+    fn begin_part(&self, raw: u64, base: bool) -> Result<PartOf> {
+        let deltas = MAX_DELTAS;
         let store = self.opener.store.clone();
         let id = self.opener.bridge.ask(async move { Ok(store.begin().await?.id()) })?;
         let as_base = |why: WhyBase| {
             let why_base = Some(why.to_string());
-            PartOf { id, parent: None, number: 0, why_base }
+            PartOf { id, parent: None, number: 0, why_base, deltas }
         };
         if base {
             return Ok(as_base(WhyBase::Asked));
@@ -114,7 +143,7 @@ impl CheckpointStore {
             Err(reason) => as_base(WhyBase::Policy(reason)),
             Ok((number, chain)) => {
                 let parent = chain.first().map(Checkpoint::reference);
-                PartOf { id, parent, number, why_base: None }
+                PartOf { id, parent, number, why_base: None, deltas }
             }
         })
     }
@@ -137,6 +166,7 @@ impl CheckpointStore {
         tensors: &[TensorSource<'_>],
         options: &SaveOptions,
     ) -> Result<RankPart> {
+        check_chunks(tensors).map_err(|e| self.error(e))?;
         let chain = match of.parent {
             None => vec![],
             Some(parent) => chain(&*self.state()?, parent.id).map_err(|e| self.error(e))?,
@@ -150,7 +180,8 @@ impl CheckpointStore {
         };
         let (store, id) = (self.opener.store.clone(), of.id);
         let attempt = self.opener.bridge.ask(async move { store.join(id, rank).await })?;
-        let request = SaveRequest::new(0, tensors, options);
+        let mut request = SaveRequest::new(0, tensors, options);
+        request.max_deltas = of.deltas;
         let kept = options.kept_memory(self.room_for_stored(true, of.number));
         let known = of.parent.map(|parent| (parent.id, distance(of.number, &chain)));
         let recall = self.recall(known, of.number, true);
@@ -190,6 +221,7 @@ impl CheckpointStore {
         let mut history = interrupt::lock(&self.history)?;
         let saved = self.merge(of, step, parts, options);
         let mut saved = saved.inspect_err(|_| self.give_up(of.id))?;
+        self.is_parent_later(&mut history, saved.checkpoint.since_base());
         history.saved(&saved.checkpoint, None);
         drop(history);
         saved.retired = self.retain(&saved.checkpoint)?;
@@ -256,11 +288,36 @@ impl CheckpointStore {
     }
 }
 
+/// Divides `all` among ranks in proportion to their tensors.
+fn shares(all: usize, tensors: &[usize]) -> Vec<usize> {
+    let total = tensors.iter().map(|&n| n as u128).sum::<u128>().max(1);
+    let share = |&n: &usize| usize::try_from(all as u128 * n as u128 / total).unwrap_or(all);
+    tensors.iter().map(share).collect()
+}
+
 /// The sink of a writer that merges indexes and has no objects of its own.
 struct NoObjects;
 
 impl ObjectSink for NoObjects {
     fn put(&mut self, object: DataObject) -> Result<()> {
         Err(Error::Argument(format!("object {} of an index alone", object.number)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_together_have_no_more_deltas_than_one_process() {
+        assert_eq!(shares(MAX_DELTAS, &[33_500, 33_500]), [32_500, 32_500]);
+        assert_eq!(shares(MAX_DELTAS, &[7]), [MAX_DELTAS]);
+        assert_eq!(shares(MAX_DELTAS, &[0, 0]), [0, 0]);
+        // A checkpoint with few enough tensors can store all of them as deltas.
+        let tensors = [64_000, 0, 1, 999];
+        let shares = shares(MAX_DELTAS, &tensors);
+        assert!(shares.iter().zip(tensors).all(|(&share, n)| share >= n), "{shares:?}");
+        assert!(shares.iter().sum::<usize>() <= MAX_DELTAS);
+        assert!(super::shares(MAX_DELTAS, &[usize::MAX, 5]).iter().sum::<usize>() <= MAX_DELTAS);
     }
 }

@@ -1,6 +1,6 @@
 //! Replicating: a checkpoint of one store becomes one of another, object by object.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use s4_store::{About, Checkpoint, CheckpointId, Conflict, End, Error as StoreError, Reference};
 
@@ -54,9 +54,12 @@ impl CheckpointStore {
         let total = original.about.data_len;
         let (store, source, about) =
             (self.opener.store.clone(), from.opener.store.clone(), original.clone());
+        let begun = Arc::new(OnceLock::new());
+        let attempted = Arc::clone(&begun);
         let copying = async move {
             let reading = source.read_manifest(&about).await?;
             let mut attempt = store.begin().await?;
+            let _ = attempted.set(attempt.id());
             if let Some(parent) = parent {
                 attempt.expect_parent(parent);
             }
@@ -66,7 +69,6 @@ impl CheckpointStore {
                 attempt.put_hashed(n, &object.kind, bytes, object.blake3).await?;
                 done += object.len;
                 if tell.as_ref().is_some_and(|tell| !tell(Progress { done, total })) {
-                    let _ = attempt.abort().await;
                     return Err(StoreError::Callback(Box::new(Error::Cancelled)));
                 }
             }
@@ -82,7 +84,12 @@ impl CheckpointStore {
             };
             attempt.stage(reading.manifest().blob.clone(), about).await
         };
-        let staged = self.opener.bridge.wait_asking(&asker, copying)?.map_err(|e| self.error(e))?;
+        let done = self.opener.bridge.wait_asking(&asker, copying);
+        let staged = done.and_then(|staged| staged.map_err(|e| self.error(e)));
+        let staged = staged.inspect_err(|_| {
+            // What was copied so far would stay until a sweep, and every further try leaves more.
+            begun.get().into_iter().for_each(|id| self.give_up(*id));
+        })?;
         if let Some(listing) = &options.listing
             && let Err(e) = listing(staged.id())
         {

@@ -6,11 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use s4_delta::policy::Reason;
+use s4_format::chunk::ChunkRecord;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
 use s4_format::manifest::Roles;
 use s4_store::{
-    About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Resolution, Staged,
-    State, Store,
+    About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, MAX_MANIFEST,
+    Resolution, Staged, State, Store,
 };
 use serde::Serialize;
 use tokio::sync::mpsc::channel;
@@ -30,7 +31,7 @@ use crate::store::import::infos;
 use crate::store::parents::{ParentCheckpoint, SaveHistory, on_devices};
 use crate::store::{CheckpointStore, ParentValues};
 use crate::write::TensorSource;
-use crate::writer::{Contents, Writer, Written};
+use crate::writer::{Contents, MAX_DELTAS, Writer, Written};
 
 /// Bytes of values that take longer to copy than a thread takes to start.
 const KEPT_ASIDE: u64 = 1 << 20;
@@ -160,6 +161,8 @@ pub(crate) struct SaveRequest<'a> {
     tensors: &'a [TensorSource<'a>],
     options: &'a SaveOptions,
     pub(crate) asker: Asker,
+    /// How many tensors may be deltas or copies.
+    pub(crate) max_deltas: usize,
     /// Whether the caller has been told that it may change its values.
     staged: Arc<AtomicBool>,
 }
@@ -179,7 +182,8 @@ impl<'a> SaveRequest<'a> {
         options: &'a SaveOptions,
     ) -> Self {
         let asker = Asker::new(options.progress.clone());
-        Self { step, tensors, options, asker, staged: Arc::default() }
+        let max_deltas = MAX_DELTAS;
+        Self { step, tensors, options, asker, max_deltas, staged: Arc::default() }
     }
 
     /// Whether the caller may change values once it was told that they are staged.
@@ -198,7 +202,7 @@ impl CheckpointStore {
     ///
     /// # Errors
     /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the
-    /// store refuses or fails, [`Error::Cancelled`]. Nothing is listed then, except perhaps after
+    /// store refuses or fails, or if the chunks are too many for a manifest, [`Error::Cancelled`]. Nothing is listed then, except perhaps after
     /// [`s4_store::CommitUnknown`], when the outcome of the commit could not be read back either.
     pub fn save(
         &self,
@@ -206,6 +210,7 @@ impl CheckpointStore {
         tensors: &[TensorSource<'_>],
         options: &SaveOptions,
     ) -> Result<Saved> {
+        check_chunks(tensors).map_err(|e| self.error(e))?;
         // One save at a time from one handle: each may be the next one's parent.
         let mut history = interrupt::lock(&self.history)?;
         let request = SaveRequest::new(step, tensors, options);
@@ -448,6 +453,7 @@ impl CheckpointStore {
         let target = self.opener.bridge.target();
         let mut writer = Writer::create_objects_in(target, Box::new(sink), objects, write, memory)?;
         writer.recall = Some(Arc::clone(recall));
+        writer.max_deltas = request.max_deltas;
         if let Some(roles) = &options.roles {
             writer.declare(roles.clone())?;
         }
@@ -523,6 +529,27 @@ async fn committed(store: &Store, id: CheckpointId) -> s4_store::Result<Checkpoi
 /// A checkpoint and its ancestors, the base last.
 pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Checkpoint>> {
     Ok(state.chain(id)?.into_iter().cloned().collect())
+}
+
+/// The most chunks that a manifest has room for.
+pub(crate) const MAX_CHUNKS: u64 = MAX_MANIFEST / ChunkRecord::SIZE as u64;
+
+/// Fails if the records of the tensors' chunks alone exceed the limit of a manifest: otherwise that
+/// would be noticed only after everything is uploaded.
+pub(crate) fn check_chunks(tensors: &[TensorSource<'_>]) -> s4_store::Result<()> {
+    let full = |t: &TensorSource<'_>| {
+        let values = t.values.bytes() / t.dtype.value_width() as u64;
+        values >> s4_engine::chunk_log2(t.dtype)
+    };
+    let chunks: u64 = tensors.iter().map(full).sum();
+    if chunks <= MAX_CHUNKS {
+        return Ok(());
+    }
+    let raw: u64 = tensors.iter().map(|t| t.values.bytes()).sum();
+    Err(StoreError::Limit(format!(
+        "{raw} bytes of tensors are {chunks} chunks or more; a checkpoint has {MAX_CHUNKS} at most, because \
+         its manifest has at most {MAX_MANIFEST} bytes"
+    )))
 }
 
 /// Whether an error is about the parent, so that saving a base would avoid it.

@@ -14,6 +14,7 @@ use s4weights::format::{
 };
 
 /// A tensor of equal bytes, with a constant in each chunk: zero if the tensor is a delta.
+#[derive(Clone)]
 pub(crate) struct Constant {
     pub(crate) name: String,
     pub(crate) dtype: DType,
@@ -47,8 +48,8 @@ fn frame(byte: u8) -> Vec<u8> {
 pub(crate) struct Craft {
     pub(crate) bytes: Vec<u8>,
     pub(crate) tensors: Vec<Tensor>,
-    plans: Vec<Plan>,
-    parent: Option<Parent>,
+    pub(crate) plans: Vec<Plan>,
+    pub(crate) parent: Option<Parent>,
     /// Where chunks end.
     chunks: u64,
 }

@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex};
 
-use s4weights::store::{CheckpointStore, ImportOptions, ReplicateOptions};
-use s4weights::{Error, Reader, Source, Target, WriteOptions, Writer};
+use s4weights::store::{CheckpointStore, ImportOptions, Place, ReplicateOptions};
+use s4weights::{Error, ProgressFn, Reader, Source, Target, WriteOptions, Writer};
 
 use crate::run::{State, memory, open, options};
 
@@ -96,6 +96,23 @@ fn what_is_not_to_be_listed_leaves_nothing() {
         assert!(!far.settle(id).unwrap());
     }
     assert!(far.import(&reader, 1, &ImportOptions::default()).is_ok());
+}
+
+#[test]
+fn a_cancelled_copy_leaves_no_objects() {
+    let folder = tempfile::tempdir().unwrap();
+    let far_folder = folder.path().join("far");
+    let near = open(&memory(), options());
+    let far = Place::folder(&far_folder);
+    let far = open(&far, options());
+    let reader = file(&State::new(5000), folder.path(), "a.s4w");
+    let id = near.import(&reader, 1, &ImportOptions::default()).unwrap().checkpoint.id();
+    let progress: ProgressFn = Arc::new(|p| p.done == 0);
+    let how = ReplicateOptions { progress: Some(progress), ..ReplicateOptions::default() };
+    assert!(matches!(far.replicate(&near, id, &how), Err(Error::Cancelled)));
+    let copied = std::fs::read_dir(far_folder.join("ck")).map_or(0, Iterator::count);
+    assert_eq!(copied, 0);
+    assert!(far.replicate(&near, id, &ReplicateOptions::default()).is_ok());
 }
 
 #[test]

@@ -45,18 +45,25 @@ fn one_rank(place: &Place, of: &str, rank: u32, step: u64) -> Bytes {
     part.to_bytes(&of).unwrap().into()
 }
 
+/// Begins a checkpoint of as many deltas as one process may store.
+fn begin(store: &CheckpointStore, raw: u64) -> PartOf {
+    store.begin_parts(raw, &[1], false).unwrap().remove(0)
+}
+
 fn save(store: &CheckpointStore, place: &Place, ranks: u32, step: u64) -> Saved {
-    let of = store.begin_parts(u64::from(ranks) * 80_000, false).unwrap();
-    let told = serde_json::to_string(&of).unwrap();
+    let tensors = [vec![2; ranks as usize], vec![0]].concat();
+    let all = store.begin_parts(u64::from(ranks) * 80_000, &tensors, false).unwrap();
+    let told: Vec<_> = all.iter().map(|of| serde_json::to_string(of).unwrap()).collect();
     // The last rank has nothing to store.
     let mut parts: Vec<_> =
-        (0..ranks).map(|rank| Some(one_rank(place, &told, rank, step))).collect();
+        (0..ranks).map(|r| Some(one_rank(place, &told[r as usize], r, step))).collect();
     parts.push(None);
-    let part = |p: Option<Bytes>| p.map(|p| RankPart::from_bytes(&p, &of).unwrap());
+    let of = &all[0];
+    let part = |p: Option<Bytes>| p.map(|p| RankPart::from_bytes(&p, of).unwrap());
     let parts = parts.into_iter().map(part).collect();
     let contents = Contents { blobs: [("note".into(), vec![7])].into(), ..Contents::default() };
     let options = SaveOptions { contents, ..SaveOptions::default() };
-    store.publish_parts(&of, step, parts, &options).unwrap()
+    store.publish_parts(of, step, parts, &options).unwrap()
 }
 
 fn expect(store: &CheckpointStore, ranks: u32, step: u64) {
@@ -92,7 +99,7 @@ fn ranks_save_bases_and_deltas() {
         assert!(saved.checkpoint.about.data_len < first.checkpoint.about.data_len);
     }
     // Tensors of other names have no counterpart: a base.
-    let of = store.begin_parts(160_000, false).unwrap();
+    let of = begin(&store, 160_000);
     let told = serde_json::to_string(&of).unwrap();
     let other = CheckpointStore::open_at(&place, options()).unwrap();
     let list = tensors(9, 5);
@@ -121,10 +128,53 @@ fn ranks_save_bases_and_deltas() {
 }
 
 #[test]
+fn a_rank_stores_no_more_deltas_than_its_share() {
+    let place = memory();
+    let store = open(&place, options());
+    save(&store, &place, 3, 1);
+    let all = store.begin_parts(240_000, &[2, 1], false).unwrap();
+    let told = |n: usize| serde_json::to_value(&all[n]).unwrap()["deltas"].clone();
+    assert_eq!((told(0), told(1)), (43_333.into(), 21_666.into()));
+    // Two tensors have counterparts in the parent, and one of them may be a delta.
+    let mut told = serde_json::to_value(&all[0]).unwrap();
+    told["deltas"] = 1.into();
+    let of: PartOf = serde_json::from_value(told).unwrap();
+    let list: Vec<_> = (0..3).map(|rank| tensors(rank, 2).swap_remove(0)).collect();
+    let parts = [(&of, 0, &list[..2]), (&all[1], 1, &list[2..])].map(|(of, rank, list)| {
+        Some(store.save_part(of, rank, &sources(list), &SaveOptions::default()).unwrap())
+    });
+    let saved = store.publish_parts(&all[0], 2, parts.into(), &SaveOptions::default()).unwrap();
+    assert_eq!(saved.why_base, None);
+    let loaded = store.load(Some(2)).unwrap();
+    let deltas = loaded.reader().manifest().plans.iter().filter(|p| p.parent().is_some());
+    assert_eq!(deltas.count(), 2);
+    for (name, _, _, data) in &list {
+        assert!(loaded.reader().read(name).unwrap() == *data, "{name}");
+    }
+}
+
+#[test]
+fn more_chunks_than_a_manifest_has_room_for_are_refused_before_any_is_stored() {
+    let place = memory();
+    let store = open(&place, options());
+    // Never touched, and long enough for few tensors to have too many chunks.
+    let zeros = vec![0u8; 64 << 20];
+    let names: Vec<_> = (0..43_691).map(|i| i.to_string()).collect();
+    let shape = [32 << 20];
+    let source = |name| TensorSource::new(name, DType::BFloat16, &shape, &zeros);
+    let list: Vec<_> = names.iter().map(|n| source(n)).collect();
+    let refused = store.save(1, &list, &SaveOptions::default()).unwrap_err().to_string();
+    assert!(refused.contains("11184810 at most"), "{refused}");
+    let of = begin(&store, 1 << 42);
+    let refused = store.save_part(&of, 0, &list, &SaveOptions::default()).unwrap_err().to_string();
+    assert!(refused.contains("268435456 bytes"), "{refused}");
+}
+
+#[test]
 fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
     let place = memory();
     let store = open(&place, options());
-    let of = store.begin_parts(80_000, false).unwrap();
+    let of = begin(&store, 80_000);
     let told = serde_json::to_string(&of).unwrap();
     let bytes = one_rank(&place, &told, 0, 1);
     let part = RankPart::from_bytes(&bytes, &of).unwrap();
@@ -139,12 +189,12 @@ fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
     assert!(store.list().unwrap().is_empty());
 
     // Bytes that are no part, or a part of another checkpoint.
-    let other = store.begin_parts(80_000, false).unwrap();
+    let other = begin(&store, 80_000);
     let refused = RankPart::from_bytes(&bytes, &other).unwrap_err().to_string();
     assert!(refused.contains("it belongs to checkpoint"), "{refused}");
     for cut in 0..bytes.len() {
         if let Ok(part) = RankPart::from_bytes(&bytes.slice(..cut), &of) {
-            let of = store.begin_parts(80_000, false).unwrap();
+            let of = begin(&store, 80_000);
             if cut % 97 == 0 {
                 let refused =
                     store.publish_parts(&of, 1, vec![Some(part)], &SaveOptions::default());
@@ -155,7 +205,7 @@ fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
     // A damaged part is refused, or the damage does no harm.
     let mut looked_at = 0;
     for bit in (32..bytes.len() * 8).step_by(bytes.len() / 8) {
-        let of = store.begin_parts(80_000, false).unwrap();
+        let of = begin(&store, 80_000);
         let told = serde_json::to_string(&of).unwrap();
         let mut damaged = one_rank(&place, &told, 0, 1).to_vec();
         damaged[bit / 8] ^= 1 << (bit % 8);
@@ -181,7 +231,7 @@ fn a_rank_does_not_read_back_what_it_stored() {
         CheckpointStore::open_or_create(url, &Default::default(), options).unwrap()
     };
     let save_with = |store: &CheckpointStore, step: u64| {
-        let of = store.begin_parts(160_000, false).unwrap();
+        let of = begin(store, 160_000);
         let part = |rank| {
             store.save_part(&of, rank, &sources(&tensors(rank, step)), &SaveOptions::default())
         };

@@ -8,10 +8,15 @@ import ml_dtypes  # noqa: F401  For the names of its dtypes.
 import numpy as np
 import torch
 
+from .._errors import UnsupportedFormatError
+
 
 def to_torch(values: np.ndarray[Any, Any]) -> torch.Tensor:
     """A copy of an array as a tensor; if PyTorch has no such dtype, of its bytes, in one more
     dimension.
+
+    Raises:
+        UnsupportedFormatError: an array of strings, bytes, records or objects.
     """
     values = np.array(values, order="C")
     if values.dtype.name == "bfloat16":
@@ -19,8 +24,18 @@ def to_torch(values: np.ndarray[Any, Any]) -> torch.Tensor:
     try:
         return torch.from_numpy(values)
     except TypeError:
+        if not _has_name(values.dtype):
+            raise UnsupportedFormatError(f"an array of dtype {values.dtype}: not numbers") from None
         raw = torch.frombuffer(bytearray(values.tobytes() or b"\0"), dtype=torch.uint8)
         return raw[: values.nbytes].clone().reshape(*values.shape, values.itemsize)
+
+
+def _has_name(dtype: np.dtype[Any]) -> bool:
+    """Whether `to_numpy` can make arrays of a dtype, given its name, from their bytes."""
+    try:
+        return not dtype.hasobject and np.dtype(dtype.name) == dtype
+    except TypeError:
+        return False
 
 
 def to_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:

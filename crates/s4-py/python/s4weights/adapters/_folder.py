@@ -109,7 +109,8 @@ def _pack_file(path: Path) -> dict[str, Any]:
         except (pickle.UnpicklingError, RuntimeError):
             pass  # More than tensors and plain values: stored as bytes.
     raw = bytearray(path.read_bytes())
-    return {"bytes": torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0).byte()}
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return {"bytes": torch.frombuffer(raw, dtype=torch.uint8) if raw else empty}
 
 
 def _unpack_file(kept: Any, path: Path, where: str) -> None:

@@ -190,8 +190,12 @@ class StoreCheckpointIO(_CheckpointIO):
         if self.blocking:
             self._mark(self.store.save_checkpoint(checkpoint, step, tags=tags), name)
         else:
-            pending = self.store.save_checkpoint(checkpoint, step, tags=tags, blocking=False)
-            self._running = _Marking(pending, lambda entry: self._mark(entry, name))
+            saved: Any = self.store.save_checkpoint(checkpoint, step, tags=tags, blocking=False)
+            # With a runner: the save has ended, without an entry, once the runner has the file.
+            running: Pending[Any] = getattr(saved, "_submission", saved)
+            self._running = _Marking(
+                running, lambda entry: self._mark(saved if entry is None else entry, name)
+            )
         if replaced is not None:
             self._later.append(functools.partial(self._delete, replaced))
         if self.blocking:

@@ -75,7 +75,8 @@ class S4Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What to save.
 
     Attributes:
-        item: a PyTree of JAX and NumPy arrays, random keys, numbers, strings and ``None``.
+        item: a PyTree of JAX and NumPy arrays of numbers, random keys, numbers, strings and
+            ``None``.
     """
 
     item: Any
@@ -113,7 +114,10 @@ def _pack_leaf(leaf: Any, path: Any) -> dict[str, Any]:
         return {"jax": to_torch(np.asarray(leaf)), "dtype": leaf.dtype.name}
     if isinstance(leaf, (np.ndarray, np.generic)):
         kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
-        return {kind: to_torch(np.asarray(leaf)), "dtype": leaf.dtype.name}
+        try:
+            return {kind: to_torch(np.asarray(leaf)), "dtype": leaf.dtype.name}
+        except UnsupportedFormatError as error:
+            raise UnsupportedFormatError(f"{jax.tree_util.keystr(path)}: {error}") from None
     if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
         return {"plain": leaf}
     where = jax.tree_util.keystr(path)

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,8 +36,12 @@ from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig 
 
 __all__ = ["S4Storage", "S4StorageConfig"]
 
-#: The most files that are kept in memory in the form that torch_checkpointing reads.
+#: The most files that are kept in memory in the form that torch_checkpointing reads, until it has
+#: read them: it asks for the size first, and may read parts through a stream each.
 _KEPT = 2
+
+#: A file as it is at the moment: path, size, and time of the last change (0 if it is not known).
+_Key = tuple[str, int, int]
 
 
 def _local() -> StorageConfig:
@@ -73,7 +80,7 @@ class S4Storage(Storage):  # type: ignore[misc]
         self._config = config
         self._inner = config.inner.create_storage()
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
         """Writes an object. The stream discards what is written to it, its `torch.save` form."""
@@ -86,20 +93,34 @@ class S4Storage(Storage):  # type: ignore[misc]
         if found is None:
             stream: io.RawIOBase = self._inner.stream_read(path, read_args)
             return stream
-        return io.BytesIO(found)  # type: ignore[return-value]
+        key, kept = found
+        return _Stream(kept.data, lambda nbytes: self._was_read(key, kept, nbytes))  # type: ignore[return-value]
 
     def getsize(self, path: Path) -> int:
         """The size of a file in the form that torch_checkpointing reads."""
         found = self._as_torch(path)
-        return self._inner.getsize(path) if found is None else len(found)
+        return self._inner.getsize(path) if found is None else len(found[1].data)
 
-    def _as_torch(self, path: Path) -> bytes | None:
+    def _was_read(self, key: _Key, kept: _Kept, nbytes: int) -> None:
+        """Drops a file once as many bytes were read as it has."""
+        with self._lock:
+            kept.unread -= nbytes
+            if kept.unread <= 0 and self._kept.get(key) is kept:
+                del self._kept[key]
+
+    def _key(self, path: Path) -> _Key:
+        changed = 0
+        with contextlib.suppress(OSError, ValueError):  # The inner storage may not be local.
+            changed = os.stat(self._inner.remap_path(path)).st_mtime_ns
+        return str(path), self._inner.getsize(path), changed
+
+    def _as_torch(self, path: Path) -> tuple[_Key, _Kept] | None:
         """The bytes that `torch.save` would write for a ``.s4w`` file; ``None`` for other files."""
-        key = (str(path), self._inner.getsize(path))
+        key = self._key(path)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
-                return self._kept[key]
+                return key, self._kept[key]
         with self._inner.stream_read(path, ReadArgs(pre_read_full_file=False)) as stream:
             head = stream.read(16)
         if not _core.is_s4w(head):
@@ -109,10 +130,10 @@ class S4Storage(Storage):  # type: ignore[misc]
         out = io.BytesIO()
         torch.save(loaded, out)
         with self._lock:
-            self._kept[key] = found = out.getvalue()
+            self._kept[key] = kept = _Kept(out.getvalue())
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        return found
+        return key, kept
 
     def stream_write(self, path: Path) -> io.IOBase:
         """A stream that writes bytes as they are."""
@@ -160,6 +181,39 @@ class S4Storage(Storage):  # type: ignore[misc]
     def remap_path(self, path: Path) -> str:
         """The inner storage's name for a path."""
         return str(self._inner.remap_path(path))
+
+
+class _Kept:
+    """A file in the form that torch_checkpointing reads, and how many bytes it has yet to read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.unread = len(data)
+
+
+class _Stream(io.BytesIO):
+    """Reads bytes; when it is closed, it reports how many were read."""
+
+    def __init__(self, data: bytes, report: Callable[[int], None]) -> None:
+        super().__init__(data)
+        self._report: Callable[[int], None] | None = report
+        self._count = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        found = super().read(size)
+        self._count += len(found)
+        return found
+
+    def readinto(self, buffer: Any, /) -> int:
+        size = super().readinto(buffer)
+        self._count += size
+        return size
+
+    def close(self) -> None:
+        report, self._report = self._report, None
+        super().close()
+        if report is not None:
+            report(self._count)
 
 
 class _Sink(io.IOBase):

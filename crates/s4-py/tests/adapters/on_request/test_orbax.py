@@ -144,3 +144,13 @@ def test_every_kind_of_leaf(tmp_path: Path) -> None:
 
 def test_the_guide(tmp_path: Path) -> None:
     assert run_ranks(1, "test_orbax", "guide", str(tmp_path)) == [0]
+
+
+def test_arrays_of_other_things_than_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    import numpy as np
+
+    from s4weights.adapters.orbax import S4Handler, S4Save
+
+    for values in (np.array(["text"]), np.array([None, {}], object), np.str_("text")):
+        with pytest.raises(s4weights.UnsupportedFormatError, match=r"\['a'\]: .*: not numbers"):
+            S4Handler().save(tmp_path, S4Save({"a": values}))
