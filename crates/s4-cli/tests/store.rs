@@ -306,7 +306,7 @@ fn wrong_arguments_are_told_what_is_wrong() {
     assert!(said(&["gc", &url, "--grace", "soon"], 2).contains("--grace"));
     assert!(said(&["plot", &url, "a.png"], 2).contains("SVG"));
     let text = said(&["ls", "ftp://host/x?sig=hush"], 2);
-    assert!(text.contains("ftp://host/x: a path") && !text.contains("hush"), "{text}");
+    assert!(text.contains("ftp://host/x: give a path") && !text.contains("hush"), "{text}");
     // Nothing that may be a secret is repeated.
     for bad in ["hush", "=hush", "wrong=hush", "secret=a"] {
         let text = said(&["ls", "s3://bucket/x?sig=hush", "-o", bad, "-o", "secret=hush"], 2);
