@@ -62,7 +62,9 @@ impl Cost {
 pub(crate) fn plot(args: &StoreArgs, output: &Path, last: usize) -> Result<()> {
     if output.extension().is_none_or(|e| e != "svg") {
         let name = output.display();
-        return Err(Failure::Usage(format!("{name}: the plot is an SVG file: its name must end with .svg")));
+        return Err(Failure::Usage(format!(
+            "{name}: the plot is an SVG file: its name must end with .svg"
+        )));
     }
     let store = args.open_to_read(s4weights::store::StoreOptions::default())?;
     let state = store.state()?;
