@@ -207,30 +207,6 @@ def test_a_signal_while_records_are_logged(tmp_path: Path, raised: type[BaseExce
         signal.signal(signal.SIGTERM, before)
 
 
-def test_no_signal_is_lost_to_records(tmp_path: Path) -> None:
-    """Signals at any time, whatever runs then: each is raised to the caller."""
-    handled = raised = 0
-
-    def alarm(number: int, frame: object) -> None:
-        nonlocal handled
-        handled += 1
-        raise Terminated
-
-    before = signal.signal(signal.SIGALRM, alarm)
-    try:
-        for i in range(40):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.001 * i)
-                delivered(tmp_path / str(i), lambda record: None)
-                time.sleep(0.1)
-            except Terminated:
-                raised += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert raised == handled == 40
-
-
 def test_an_error_of_a_logging_handler_is_printed(tmp_path: Path) -> None:
     printed: list[Any] = []
     hook, sys.unraisablehook = sys.unraisablehook, lambda e: printed.append(e.exc_value)

@@ -180,6 +180,12 @@ fn a_drive_that_was_away_for_one_start_loses_nothing() {
     fs::remove_dir_all(&drive).unwrap();
     fs::rename(&aside, &drive).unwrap();
     let daemon = setup.start();
+    // It has failed until the local store was looked through.
+    let end = Instant::now() + LONG;
+    while setup.wait(id, "durable")["state"] == "failed" {
+        assert!(Instant::now() < end, "it stays failed");
+        std::thread::sleep(Duration::from_millis(10));
+    }
     assert_eq!(setup.wait(id, "durable")["state"], "durable");
     daemon.stop();
     setup.check_store(&[1]);
