@@ -60,7 +60,7 @@ impl Place {
 
 /// At most this many restores run at once: each reads and writes a whole checkpoint.
 const MAX_RUNNING: usize = 4;
-/// For how long the outcome of a restore can be asked for: as long as its file is kept.
+/// For how long after the last request an outcome can be asked for: as long as its file is kept.
 const KEPT: Duration = UNFETCHED;
 
 /// What came of a restore; all who wait for it share it.
@@ -73,7 +73,8 @@ pub(crate) struct Restores(Mutex<HashMap<Uuid, Job>>);
 
 struct Job {
     outcome: watch::Receiver<Option<Outcome>>,
-    begun: Instant,
+    /// When a client last asked for it: it may have run for longer than outcomes are kept.
+    asked: Instant,
 }
 
 impl Job {
@@ -90,10 +91,11 @@ impl Service {
         wanted: Wanted,
     ) -> Option<watch::Receiver<Option<Outcome>>> {
         let mut jobs = self.restores.0.lock().unwrap_or_else(|e| e.into_inner());
-        jobs.retain(|_, job| job.is_running() || job.begun.elapsed() < KEPT);
-        if let Some(job) = jobs.get(&id) {
+        if let Some(job) = jobs.get_mut(&id) {
+            job.asked = Instant::now();
             return Some(job.outcome.clone());
         }
+        jobs.retain(|_, job| job.is_running() || job.asked.elapsed() < KEPT);
         if jobs.values().filter(|job| job.is_running()).count() >= MAX_RUNNING {
             return None;
         }
@@ -102,7 +104,7 @@ impl Service {
         tokio::task::spawn_blocking(move || {
             done.send_replace(Some(Arc::new(service.restore(wanted))));
         });
-        jobs.insert(id, Job { outcome: outcome.clone(), begun: Instant::now() });
+        jobs.insert(id, Job { outcome: outcome.clone(), asked: Instant::now() });
         Some(outcome)
     }
 

@@ -77,19 +77,9 @@ class SaveFuture(Outcome[T]):
 
 
 class Pending(Generic[T]):
-    """A save that runs in the background.
+    """A save that runs in the background. `PendingSave` describes the attributes.
 
-    Any thread may use it, several at once. In a process that was forked during the save it counts
-    as failed: the save continues in the parent process only.
-
-    Attributes:
-        stage: how the values at the time of the call are preserved: ``"device"``, ``"host"`` or
-            ``"lazy"``.
-        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` it is
-            done when the call returns. With ``"device"`` the copies are only queued by then: a
-            stream that does not wait for the stream that was current at the call must wait
-            (`wait_staged`) before it writes to the tensors, as after any other work on them.
-        committed: done when the save is done; its result is what a blocking call returns.
+    ``committed`` is done when the save is; its result is what a blocking call returns.
     """
 
     #: The call that would report a failure.

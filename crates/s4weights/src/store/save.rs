@@ -202,7 +202,8 @@ impl CheckpointStore {
     ///
     /// # Errors
     /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the
-    /// store refuses or fails, or if the chunks are too many for a manifest, [`Error::Cancelled`]. Nothing is listed then, except perhaps after
+    /// store refuses or fails, or if there are more chunks than a manifest has room for;
+    /// [`Error::Cancelled`]. Nothing is listed then, except perhaps after
     /// [`s4_store::CommitUnknown`], when the outcome of the commit could not be read back either.
     pub fn save(
         &self,
