@@ -1,6 +1,6 @@
 //! Finds CUDA and its devices.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::{result, sys};
 
@@ -13,10 +13,12 @@ const OLDEST_DRIVER: i32 = 12_000;
 
 /// A machine's CUDA driver.
 ///
-/// It is opened at run time; where there is none, [`Cuda::discover`] says so.
+/// It is opened at run time; where there is none, [`Cuda::discover`] says so. Clones share the devices that are open.
 #[derive(Debug, Clone)]
 pub struct Cuda {
     devices: Vec<DeviceInfo>,
+    /// The devices in use, by ordinal.
+    open: Arc<[Mutex<Weak<Device>>]>,
     driver: i32,
 }
 
@@ -65,7 +67,8 @@ impl Cuda {
         if devices.is_empty() {
             return Err(unavailable("the driver lists no device".into()));
         }
-        Ok(Self { devices, driver })
+        let open = devices.iter().map(|_| Mutex::default()).collect();
+        Ok(Self { devices, open, driver })
     }
 
     /// The devices, by ordinal.
@@ -95,16 +98,24 @@ impl Cuda {
         self.devices.iter().find(is).map_or(0, |d| d.ordinal)
     }
 
-    /// Opens a device on its primary context, which frameworks use too, and loads the kernels.
+    /// A device, on its primary context, which frameworks use too. Unless it is in use already, this loads the kernels,
+    /// which takes seconds where the driver must translate them; others who ask for the device wait meanwhile.
     ///
     /// # Errors
     /// `Argument` if there is no such device; `Driver`.
     pub fn device(&self, ordinal: u32) -> Result<Arc<Device>> {
-        let info = self.devices.get(ordinal as usize).ok_or_else(|| {
+        let at = ordinal as usize;
+        let (Some(info), Some(open)) = (self.devices.get(at), self.open.get(at)) else {
             let n = self.devices.len();
-            GpuError::Argument(format!("no CUDA device {ordinal}: there are {n}"))
-        })?;
-        Device::open(info.clone())
+            return Err(GpuError::Argument(format!("no CUDA device {ordinal}: there are {n}")));
+        };
+        let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(device) = open.upgrade() {
+            return Ok(device);
+        }
+        let device = Device::open(info.clone())?;
+        *open = Arc::downgrade(&device);
+        Ok(device)
     }
 }
 

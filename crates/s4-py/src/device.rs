@@ -39,13 +39,12 @@ struct Stagers(Mutex<BTreeMap<u32, Arc<Stager>>>);
 
 impl Stagers {
     fn get(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stager>, GpuError> {
-        let mut all = lock(&self.0);
-        if let Some(stager) = all.get(&ordinal) {
-            return Ok(Arc::clone(stager));
+        let known = lock(&self.0).get(&ordinal).map(Arc::clone);
+        if let Some(stager) = known {
+            return Ok(stager);
         }
         let stager = Stager::new(cuda, ordinal)?;
-        all.insert(ordinal, Arc::clone(&stager));
-        Ok(stager)
+        Ok(Arc::clone(lock(&self.0).entry(ordinal).or_insert(stager)))
     }
 }
 

@@ -84,15 +84,14 @@ impl HostMemory {
         Ok(out)
     }
 
-    /// The stream of a device, which is kept: opening a device takes milliseconds.
+    /// The stream of a device, which is kept, and the device with it.
     fn stream(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stream>> {
-        let mut streams = lock(&self.streams);
-        if let Some(stream) = streams.get(&ordinal) {
-            return Ok(Arc::clone(stream));
+        let known = lock(&self.streams).get(&ordinal).map(Arc::clone);
+        if let Some(stream) = known {
+            return Ok(stream);
         }
         let stream = Arc::new(Stream::new(&cuda.device(ordinal)?)?);
-        streams.insert(ordinal, Arc::clone(&stream));
-        Ok(stream)
+        Ok(Arc::clone(lock(&self.streams).entry(ordinal).or_insert(stream)))
     }
 }
 

@@ -467,17 +467,18 @@ impl CudaEngine {
         let mut wanted: Vec<u32> = ordinals.collect();
         wanted.sort_unstable();
         wanted.dedup();
-        let mut workers = lock(&self.workers);
         let mut out = vec![];
         for ordinal in wanted {
-            let worker = match workers.get(&(ordinal, task)) {
-                Some(worker) => Arc::clone(worker),
+            let known = lock(&self.workers).get(&(ordinal, task)).map(Arc::clone);
+            let worker = match known {
+                Some(worker) => worker,
                 None => {
+                    // Opening a device may take seconds: nobody waits for it who works on another one.
                     let device = self.cuda.device(ordinal)?;
                     let worker = Worker::new(task, device, self.options.share(task))?;
-                    let worker = Arc::new(Mutex::new(worker));
-                    workers.insert((ordinal, task), Arc::clone(&worker));
-                    worker
+                    let mut workers = lock(&self.workers);
+                    let worker = || Arc::new(Mutex::new(worker));
+                    Arc::clone(workers.entry((ordinal, task)).or_insert_with(worker))
                 }
             };
             out.push((ordinal, worker));

@@ -1,10 +1,11 @@
 //! Values that change while the device encodes them: every frame decodes, to what each value was at some
 //! time.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
-use s4_codec_gpu::{Pinned, Stream};
+use s4_codec_gpu::{Cuda, Pinned, Stream};
 use s4_engine::cuda::{CudaError, CudaOptions};
 use s4_engine::{
     CpuEngine, DecodeJob, Engine, Input, InputSize, InputValues, Inputs, Jobs, ParentSample,
@@ -231,4 +232,22 @@ fn frames_of_changing_differences_decode() {
             check(&gpu, &tensors, &encoded, Some(&parents));
         }
     });
+}
+
+/// However many ask for a device at once, its kernels are loaded once, and for as long as somebody uses it.
+#[test]
+fn a_device_in_use_is_not_opened_again() {
+    let Some(gpu) = gpu() else { return };
+    let cuda = Cuda::discover().unwrap();
+    let devices: Vec<_> = std::thread::scope(|scope| {
+        let open = |cuda: Cuda| scope.spawn(move || cuda.device(0).unwrap());
+        let threads: Vec<_> = (0..8).map(|_| open(cuda.clone())).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(devices.iter().all(|device| Arc::ptr_eq(device, &devices[0])));
+    let weak = Arc::downgrade(&devices[0]);
+    drop(devices);
+    assert!(weak.upgrade().is_none(), "nobody uses it any more");
+    let again = cuda.device(0).unwrap();
+    assert_eq!(again.info(), gpu.device.info());
 }
