@@ -1,7 +1,7 @@
 //! Converts between .safetensors and .s4w, with one tensor in memory at a time.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
@@ -263,17 +263,39 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
         safetensors::SafeTensorError::IoError(e) => named(output, e),
         e => Failure::Unsupported(format!("{output}: safetensors cannot hold these tensors: {e}")),
     };
-    let outcome = written.map_err(cannot).and_then(|()| {
-        match failure.lock().unwrap_or_else(|p| p.into_inner()).take() {
+    let written = written.map_err(cannot);
+    let written = written.and_then(|()| sort_metadata(&temporary).map_err(|e| named(output, e)));
+    let outcome =
+        written.and_then(|()| match failure.lock().unwrap_or_else(|p| p.into_inner()).take() {
             Some(e) => Err(e.into()),
             None => replace(&temporary, &target, permissions).map_err(|e| named(output, e)),
-        }
-    });
+        });
     if outcome.is_err() {
         // Whatever failed, nothing half-written stays.
         let _ = std::fs::remove_file(&temporary);
     }
     outcome.map(|()| views.len())
+}
+
+/// Sorts the metadata of a .safetensors file, in place: the crate writes them in another order each time, and the same
+/// input gives the same file.
+fn sort_metadata(path: &Path) -> std::io::Result<()> {
+    const BEGIN: &str = r#"{"__metadata__":"#;
+    let mut file = File::options().read(true).write(true).open(path)?;
+    let mut len = [0; 8];
+    file.read_exact(&mut len)?;
+    let mut header = String::new();
+    (&file).take(u64::from_le_bytes(len)).read_to_string(&mut header)?;
+    let Some(metadata) = header.strip_prefix(BEGIN) else { return Ok(()) };
+    let mut values = serde_json::Deserializer::from_str(metadata).into_iter();
+    let Some(sorted) = values.next().transpose()? else { return Ok(()) };
+    let sorted: BTreeMap<String, String> = sorted;
+    let text = serde_json::to_string(&sorted)?;
+    if text.len() == values.byte_offset() {
+        file.seek(SeekFrom::Start((len.len() + BEGIN.len()) as u64))?;
+        file.write_all(text.as_bytes())?;
+    }
+    Ok(())
 }
 
 /// A temporary name in the same folder, no longer than file systems allow.

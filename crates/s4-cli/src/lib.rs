@@ -18,6 +18,7 @@ mod progress;
 mod selftest;
 #[cfg(all(unix, feature = "serve"))]
 mod serve;
+mod signals;
 mod store;
 mod transcode;
 mod visible;
@@ -30,6 +31,7 @@ use clap::{Args, Parser, Subcommand};
 use s4weights::{Preset, ReadOptions, Simd, WriteOptions, redact_url};
 
 use error::{Failure, Result};
+use signals::Signals;
 
 #[derive(Parser)]
 #[command(
@@ -259,6 +261,19 @@ impl Remote {
 
 /// Runs the program with its arguments, the first of which is its own name; returns its exit code.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
+    run_with(args, None)
+}
+
+/// As [`run`], for a process that does nothing else: the signals INT, TERM and HUP stop the command, which removes what
+/// it has half written, and end the process at the latest two seconds later.
+pub fn run_program(args: impl IntoIterator<Item = OsString>) -> u8 {
+    run_with(args, Some(Signals::new))
+}
+
+fn run_with(
+    args: impl IntoIterator<Item = OsString>,
+    signals: Option<fn() -> std::io::Result<Signals>>,
+) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(e) => {
@@ -270,9 +285,20 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let quiet = cli.command.is_quiet();
     let told = cli.command.is_service() && std::env::var_os(logging::VARIABLE).is_none();
     let verbose = cli.verbose.max(u8::from(told));
-    match logging::start(quiet, verbose).and_then(|()| execute(cli.command)) {
-        Ok(()) => 0,
-        Err(e) => {
+    // The service handles signals itself. Without handlers, signals have their default action.
+    let signals = signals.filter(|_| !cli.command.is_service()).and_then(|new| new().ok());
+    let work = || logging::start(quiet, verbose).and_then(|()| execute(cli.command));
+    let done = match &signals {
+        Some(signals) => signals.watch(work),
+        None => work(),
+    };
+    match (done, signals.and_then(|s| s.exit_code())) {
+        (Ok(()), _) => 0,
+        (Err(_), Some(code)) => {
+            let _ = writeln!(std::io::stderr(), "s4w: interrupted");
+            code
+        }
+        (Err(e), None) => {
             let _ = writeln!(std::io::stderr(), "s4w: {}", visible::name(&e.explain()));
             e.exit_code()
         }

@@ -12,7 +12,7 @@ pub(crate) struct Bar(ProgressBar);
 impl Bar {
     pub(crate) fn new(quiet: bool) -> Self {
         let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::no_length() };
-        let style = "{bar:40} {bytes} of {total_bytes}  {bytes_per_sec}  {eta}";
+        let style = "{wide_bar} {bytes} of {total_bytes}  {bytes_per_sec}  {eta}";
         if let Ok(style) = ProgressStyle::with_template(style) {
             bar.set_style(style);
         }

@@ -490,3 +490,78 @@ fn closed_codecs_are_decoded_only_when_the_user_says_so() {
 fn has_nvidia() -> bool {
     Path::new("/dev/nvidiactl").exists() || std::env::var_os("NVCOMP_LIBRARY").is_some()
 }
+
+/// A .safetensors file with a tensor of this many random values, and metadata.
+fn large(path: &Path, values: usize) {
+    let mut state = 1u32;
+    let mut next = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        f32::from_bits(0x3c00_0000 + (state >> 8)).to_le_bytes()
+    };
+    let data: Vec<u8> = (0..values).flat_map(|_| next()).collect();
+    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![values], &data);
+    let metadata = (0..40).map(|i| (format!("key {i}"), format!("\u{e9} \"{i}\""))).collect();
+    safetensors::serialize_to_file([("w", view.unwrap())], Some(metadata), path).unwrap();
+}
+
+#[test]
+#[cfg(unix)]
+fn a_signal_leaves_nothing_half_written() {
+    use std::os::unix::process::ExitStatusExt;
+
+    let dir = tempfile::tempdir().unwrap();
+    let (raw, packed) = (dir.path().join("a.safetensors"), dir.path().join("a.s4w"));
+    let names = || {
+        let names = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name());
+        names.map(|n| n.into_string().unwrap()).collect::<std::collections::BTreeSet<_>>()
+    };
+    large(&raw, 24 << 20);
+    let done = s4w(&["compress", raw.to_str().unwrap(), packed.to_str().unwrap()]);
+    assert!(done.status.success(), "{}", text(&done));
+    let before = names();
+    for (signal, code, verb, from, to) in [
+        ("INT", 130, "compress", &raw, "b.s4w"),
+        ("TERM", 143, "transcode", &packed, "b.s4w"),
+        ("HUP", 129, "decompress", &packed, "b.safetensors"),
+    ] {
+        let to = dir.path().join(to);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_s4w"));
+        let command = command.args([verb, "--threads", "1"]).args([from, &to]);
+        let mut child = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
+        while names() == before && child.try_wait().unwrap().is_none() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let id = child.id().to_string();
+        assert!(Command::new("kill").args(["-s", signal, &id]).status().unwrap().success());
+        let out = child.wait_with_output().unwrap();
+        assert_eq!(
+            (out.status.code(), out.status.signal()),
+            (Some(code), None),
+            "{verb}: {}",
+            text(&out)
+        );
+        assert!(text(&out).contains("interrupted"), "{verb}: {}", text(&out));
+        assert_eq!(names(), before, "{verb}");
+    }
+}
+
+#[test]
+fn the_same_input_gives_the_same_safetensors_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    large(Path::new(&path("a.safetensors")), 1000);
+    assert!(s4w(&["compress", &path("a.safetensors"), &path("a.s4w")]).status.success());
+    let files: Vec<_> = (0..4)
+        .map(|i| {
+            let to = path(&format!("{i}.safetensors"));
+            let out = s4w(&["decompress", &path("a.s4w"), &to]);
+            assert!(out.status.success(), "{}", text(&out));
+            std::fs::read(to).unwrap()
+        })
+        .collect();
+    assert!(files.iter().all(|file| *file == files[0]));
+    let (_, header) = safetensors::SafeTensors::read_metadata(&files[0]).unwrap();
+    let metadata = header.metadata().as_ref().unwrap();
+    assert_eq!(metadata["key 7"], "\u{e9} \"7\"");
+    assert_eq!(metadata.len(), 40);
+}

@@ -144,6 +144,8 @@ fn a_step_is_restored_bit_by_bit() {
 fn what_is_needed_stays_until_it_is_not() {
     let dir = tempfile::tempdir().unwrap();
     let url = filled(dir.path());
+    assert!(said(&["retire", &url, "--keep-last", "0"], 2).contains("--keep-last"));
+    assert!(said(&["retire", &url, "--keep-best", "loss:0:min"], 2).contains("COUNT"));
     let text = said(&["retire", &url, "1"], 5);
     assert!(text.contains("step 1 is needed by step 2") && text.contains("rebase"), "{text}");
     said(&["pin", &url, "0"], 0);

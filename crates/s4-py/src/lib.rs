@@ -106,11 +106,12 @@ fn is_url(text: &str) -> bool {
     s4weights::is_url(text)
 }
 
-/// Runs `s4w` with these arguments, which do not include the program's name; returns its exit code.
+/// Runs `s4w` with these arguments, which do not include the program's name; returns its exit code. If `signals`, the
+/// command stops on INT, TERM and HUP, whose handlers stay installed afterwards.
 #[pyfunction]
-fn command_line(py: Python<'_>, arguments: Vec<String>) -> PyResult<u8> {
-    let arguments = std::iter::once("s4w".to_owned()).chain(arguments);
-    detached(py, || s4_cli::run(arguments.map(Into::into)))
+fn command_line(py: Python<'_>, arguments: Vec<String>, signals: bool) -> PyResult<u8> {
+    let arguments = std::iter::once("s4w".to_owned()).chain(arguments).map(Into::into);
+    detached(py, || if signals { s4_cli::run_program(arguments) } else { s4_cli::run(arguments) })
 }
 
 /// Panics in native code, so that tests can check how a panic is reported.

@@ -14,11 +14,13 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_staging import Gate, state
 
 import s4weights
+import s4weights.numpy
 from compare import assert_identical
 from s4weights import CheckpointStore
 
@@ -168,3 +170,82 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: Any) -> N
     store.close()
     assert (tmp_path / "a/x.s4w").is_file() and (tmp_path / "a/store/repo.json").is_file()
     assert not list((tmp_path / "b").iterdir())
+
+
+def later(gate: Gate) -> threading.Timer:
+    timer = threading.Timer(0.3, gate.open.set)
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("place", ["path", "relative", "url", "memory", "numpy"])
+def test_the_last_save_to_a_path_wins(
+    place: str, blocking: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir()
+    path = f"memory://order/{tmp_path.name}.s4w" if place == "memory" else str(tmp_path / "a.s4w")
+    other = {"relative": "b/../a.s4w", "url": f"file://{path}"}.get(place, path)
+    gate = Gate()
+    first = s4weights.save(state(1), path, blocking=False, progress=gate)
+    assert gate.reached.wait(60)
+    timer = later(gate)
+    if place == "numpy":
+        s4weights.numpy.save({"w": np.ones(2)}, path)
+        assert first.done() and list(s4weights.load(path)) == ["w"]
+    elif blocking:
+        s4weights.save(state(2), other)
+        assert first.done()
+    else:
+        second = s4weights.save(state(2), other, blocking=False)
+        third = s4weights.save(state(3), path, blocking=False)
+        third.wait(60)
+        assert first.done() and second.done()
+    first.wait(60)
+    timer.join()
+    if place != "numpy":
+        assert_identical(state(2 if blocking else 3), s4weights.load(path))
+
+
+def test_a_save_that_fails_holds_up_no_other(tmp_path: Path) -> None:
+    path, gate = tmp_path / "a.s4w", Gate()
+
+    def fail(done: int, total: int) -> None:
+        if done:
+            gate(total, total)
+            raise ZeroDivisionError
+
+    first = s4weights.save(state(1), path, blocking=False, progress=fail)
+    assert gate.reached.wait(60)
+    # This one fails at once, and the next one still waits for the first.
+    with pytest.raises(Exception, match="pickle"):
+        s4weights.save({"f": lambda: 0}, path)
+    second = s4weights.save(state(2), path, blocking=False)
+    elsewhere = s4weights.save(state(2), tmp_path / "b.s4w", blocking=False)
+    elsewhere.wait(60)
+    time.sleep(0.2)
+    assert not second.done()
+    gate.open.set()
+    second.wait(60)
+    with pytest.raises(ZeroDivisionError):
+        first.wait(60)
+    assert_identical(state(2), s4weights.load(path))
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_progress_function_may_save_to_the_same_path(blocking: bool, tmp_path: Path) -> None:
+    path, began = tmp_path / "a.s4w", []
+
+    def nested(done: int, total: int) -> None:
+        if done == total and not began:
+            # Another thread's save waits for the outer one, and so nothing may wait for that.
+            began.append(s4weights.save(state(3), path, blocking=False))
+            s4weights.save(state(2), path)
+            s4weights.save(state(2), path, blocking=False).wait(60)
+
+    done = s4weights.save(state(1), path, blocking=blocking, progress=nested)
+    if not isinstance(done, dict):
+        done.wait(60)
+    began[0].wait(60)
+    assert s4weights.verify(path)["tensors"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -610,3 +611,75 @@ def test_ranks_of_a_machine_share_its_cores(
     assert threads("4", cores=16) == 4, "of the cores of a container"
     assert threads("4", cores=8) is None, "bound to cores of its own"
     assert threads("4", threads=3) == 3
+
+
+class Late(StorageReader):
+    """Rank 1 looks for the checkpoint after another job has saved one, rank 0 before."""
+
+    step = 2
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            dist.barrier()
+            return super().read_metadata(*args, **kwargs)
+        found = super().read_metadata(*args, **kwargs)
+        writer = StorageWriter(self._place.store, step=Late.step)
+        dcp.save({"w": torch.full((50,), 7.0)}, storage_writer=writer, no_dist=True)
+        dist.barrier()
+        return found
+
+
+def _torn(rank: int, url: str) -> None:
+    saved = {"w": torch.full((50,), 1.0)}
+    for attempt, step in enumerate([None, None, 1]):
+        store, Late.step = f"{url}-{attempt}", step or 2
+        dcp.save(saved, storage_writer=StorageWriter(store, step=1))
+        state = {"w": torch.zeros(50)}
+        hint = "load again, or name the step$" if step is None else "load again$"
+        with pytest.raises(CheckpointException) as failed:
+            coordinator = {"coordinator_rank": 1} if attempt == 1 else {}
+            load = dcp.load_state_dict if coordinator else dcp.load
+            load(state, storage_reader=Late(store, step=step), **coordinator)
+        ((who, (error, _)),) = failed.value.failures.items()
+        assert who == len(coordinator) and isinstance(error, s4weights.ConflictError)
+        assert error.args == pickle.loads(pickle.dumps(error)).args
+        ids = [entry.id for entry in s4weights.CheckpointStore(store).list()]
+        found = rf"rank 0 step 1 \({ids[0]}\), rank 1 step {Late.step} \({ids[1]}\): {hint}"
+        assert re.search(found, str(error)), error
+        assert not state["w"].any()
+        dcp.load(state, storage_reader=StorageReader(store))
+        assert state["w"][0] == 7.0
+
+
+def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
+    run_ranks(2, _torn, str(tmp_path / "run"))
+
+
+def _agreed(rank: int, url: str) -> None:
+    dcp.save({"w": torch.full((50,), 1.0)}, storage_writer=StorageWriter(url, step=1))
+    s4weights.dcp.StorageReader = Late  # type: ignore[misc]
+    state = {"w": torch.zeros(50)}
+    s4weights.dcp.load(state, url)
+    assert state["w"][0] == 1.0
+    s4weights.dcp.StorageReader = StorageReader  # type: ignore[misc]
+    s4weights.dcp.load(state, url, process_group=dist.new_group([0, 1]))
+    assert state["w"][0] == 7.0
+    with pytest.raises(CheckpointException, match="no checkpoint"):
+        s4weights.dcp.load(state, f"{url}-none")
+    # Checkpoints that ranks saved on their own have the step in common only.
+    for step in (1, 2):
+        writer = StorageWriter(f"{url}-own", step=step)
+        own = {"w": torch.full((50,), float(10 * step + rank))}
+        dcp.save(own, storage_writer=writer, use_collectives=False)
+    dist.barrier()
+    s4weights.dcp.load(state, f"{url}-own")
+    assert state["w"][0] == 20 + rank
+    solo = [dist.new_group([member]) for member in (0, 1)]
+    s4weights.dcp.load(state, url, process_group=solo[rank])
+    assert state["w"][0] == 7.0
+    s4weights.dcp.load(state, url, 1, no_dist=True)
+    assert state["w"][0] == 1.0
+
+
+def test_ranks_agree_on_the_newest_checkpoint(tmp_path: Path) -> None:
+    run_ranks(2, _agreed, str(tmp_path / "run"))

@@ -73,3 +73,11 @@ def test_urls_of_files(tmp_path):
     s4weights.save(state, tmp_path / "a b.s4w")
     for name in ("a b.pt", "a b.s4w"):
         assert_identical(s4weights.load((tmp_path / name).as_uri()), state)
+
+
+def test_misspelt_arguments_for_a_safetensors_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file(OBJ, path)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'map_loc'"):
+        s4weights.load(path, map_loc="meta")
+    assert s4weights.load(path, weights_only=False, encoding="latin1").keys() == OBJ.keys()

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 import s4weights
+import s4weights.numpy
 from s4weights import _save
 from s4weights._explain import find_refused
+from test_corrupt import write_tree
 
 
 def save_stream(stream: bytes, path: Path, state: object = None) -> None:
@@ -269,3 +271,15 @@ def test_streams_are_used_by_the_thread_that_calls(path: Path) -> None:
 
     s4weights.save({"w": torch.rand(1 << 20)}, Stream())
     assert threads == {threading.get_ident()}
+
+
+def test_attributes_that_hide_methods(path: Path) -> None:
+    names = ["items", "keys", "values", "__class__", "_fields"]
+    attributes = {"dict": [[name, 2] for name in names]}
+    for node in ({"odict": [["w", {"tensor": 0}]], "attrs": attributes},):
+        write_tree(path, {"root": {"dict": [["a", node]]}}, t=torch.ones(3))
+        assert list(s4weights.open(path)) == list(s4weights.numpy.open(path)) == ["a.w"]
+        target = {"a": {"w": torch.zeros(3)}}
+        s4weights.load_into(target, path)
+        assert target["a"]["w"].all()
+        assert s4weights.load(path)["a"]["w"].all()

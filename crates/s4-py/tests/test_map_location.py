@@ -145,3 +145,15 @@ def test_what_a_function_of_the_caller_raises_is_its_own(tmp_path):
         store.save_checkpoint(state, 2)
         with pytest.raises(KeyError, match="cpu"):
             store.load_checkpoint(map_location=fails, fallback=True)
+
+
+def test_what_is_wrong_in_a_dict_is_the_callers(path):
+    shared = [1]
+    for obj in ({"w": torch.ones(3)}, {"w": torch.ones(3), "a": shared, "b": shared}):
+        where = {"cpu": torch.device("cpu")}
+        s4weights.save(obj, path)
+        with pytest.raises(Exception) as expected:
+            through_torch(obj, map_location=where)
+        with pytest.raises(type(expected.value)) as raised:
+            s4weights.load(path, where)
+        assert not isinstance(raised.value, s4weights.S4Error)

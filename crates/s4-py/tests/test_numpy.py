@@ -240,3 +240,37 @@ def test_without_pytorch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", WITHOUT, theirs, ours], check=True, env=environment)
     expected = {"w": torch.tensor([[1.0, 2], [3, 4]]), "step": 4}
     assert_identical(s4weights.load(ours), expected)
+
+
+def test_an_ellipsis_for_no_dimension_arranges_as_numpy_does(tmp_path: Path) -> None:
+    path, array = tmp_path / "a.s4w", np.arange(120).reshape(2, 3, 4, 5)
+    turned = torch.arange(120).reshape(5, 4, 3, 2).permute(3, 2, 1, 0)
+    s4weights.save({"a": torch.from_numpy(array), "t": turned}, path)
+    every = slice(None)
+    for index in (
+        (every, [0, 1], 2, ..., 0),
+        (every, [0, 1], ..., 2, 0),
+        (every, [0, 1], ..., [1, 2], every),
+        (every, [0, 1], 2, 0, ...),
+        (every, [0, 1], 2, 0),
+        (..., every, [0, 1], 2, 0),
+        (every, [0, 1], 2, ...),
+        (1, 2, 3, ..., 4),
+    ):
+        with s4weights.numpy.open(path) as f, s4weights.open(path) as tensors:
+            assert same(np.asarray(array[index]), f.get_slice("a")[index]), index
+            assert same(np.asarray(turned.numpy()[index]), f.get_slice("t")[index]), index
+            assert torch.equal(torch.from_numpy(array)[index], tensors.get_slice("a")[index])
+
+
+def test_a_dimension_of_one_may_have_any_stride(tmp_path: Path) -> None:
+    path = tmp_path / "a.s4w"
+    write_tree(
+        path,
+        {"root": {"dict": [["a", {"tensor": 0, "shape": [1, 6], "stride": [1 << 62, 1]}]]}},
+        t=torch.arange(6.0),
+    )
+    expected = np.arange(6, dtype=np.float32).reshape(1, 6)
+    assert same(expected, s4weights.numpy.open(path)["a"])
+    assert same(expected, s4weights.numpy.load(path)["a"])
+    assert same(expected, s4weights.open(path)["a"].numpy())

@@ -1,6 +1,7 @@
 """`open`: tensors one by one, and in part; `load(keys=...)`."""
 
 import collections
+import io
 import threading
 
 import numpy as np
@@ -74,6 +75,13 @@ INDICES = [
     range(1, 6, 2),
     ([0, 2], slice(1, 4)),
     (slice(1, 9, 2), [3, 0]),
+    ([0, 1], ..., [2, 3]),
+    (..., [0, 1], [2, 3]),
+    ([0, 1], [2, 3], ...),
+    (slice(None), [0, 1], ..., 2),
+    (slice(None), [0, 1], ..., [2, 0]),
+    ([0, 1], slice(None), ..., 2),
+    (slice(None), 3, ..., 2),
     ([0, 1], [2, 3]),
     (..., [1, 0], None),
 ]
@@ -242,3 +250,230 @@ def test_tensors_behind_very_many_containers(tmp_path):
     state["w"].zero_()
     s4weights.load_into(state, tmp_path / "x.s4w")
     assert torch.equal(state["w"], torch.ones(3))
+
+
+class Refused:
+    """What `weights_only` does not allow."""
+
+
+class Summed:
+    """Cannot be rebuilt without the values of its tensor."""
+
+    def __init__(self):
+        self.tensor = torch.ones(3)
+
+    def __setstate__(self, state):
+        self.sum = state["tensor"].sum().item()
+
+
+def in_memory(obj):
+    stream = io.BytesIO()
+    s4weights.save(obj, stream)
+    stream.seek(0)
+    return stream
+
+
+def test_load_into_takes_conjugated_and_negated_views():
+    c = torch.tensor([1 + 2j, 3 - 4j])
+    for saved in (c.conj(), torch._neg_view(c), c.conj().imag, torch._neg_view(c.conj())):
+        for obj in ({"c": saved}, {"a": saved, "c": saved}, {"a": c, "c": saved}):
+            target = {name: torch.zeros_like(tensor).resolve_conj() for name, tensor in obj.items()}
+            s4weights.load_into(target, in_memory(obj))
+            assert all(torch.equal(target[name], obj[name]) for name in obj)
+    # One tensor cannot be what the file has two of.
+    one = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(s4weights.MismatchError, match="share memory"):
+        s4weights.load_into({"a": one, "b": one}, in_memory({"a": c, "b": c.conj()}))
+    s4weights.load_into({"a": one, "b": one}, in_memory({"a": c.conj(), "b": c.conj()}))
+    assert torch.equal(one, c.conj())
+    s4weights.load_into({"a": one, "b": one.conj()}, in_memory({"a": c, "b": c.conj()}))
+    assert torch.equal(one, c)
+
+
+def test_nothing_is_left_of_an_object_that_was_refused():
+    bad = {"s": torch.eye(3).to_sparse(), "c": Refused()}
+    for read in (s4weights.open, lambda f: s4weights.load_into({}, f)):
+        with pytest.raises(s4weights.UnsafeLoadError):
+            read(in_memory(bad))
+        assert torch.equal(s4weights.load(in_memory([{"w": torch.ones(2)}] * 2))[0]["w"], torch.ones(2))
+
+
+def test_tensors_of_other_kinds_are_passed_over(path):
+    module = torch.nn.LazyLinear(3)
+    kinds = {
+        "coo": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8),
+        "channels": torch.quantize_per_channel(
+            torch.randn(4, 2), torch.ones(4), torch.zeros(4), 0, torch.qint8
+        ),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "lazy": module.weight,
+        "meta": torch.ones(3, device="meta"),
+    }
+    words = {"coo": "sparse_coo", "csr": "sparse_csr", "channels": "quantized", "lazy": "initialized"}
+    words["meta"] = "no values"
+    for name, tensor in kinds.items():
+        s4weights.save({"a": tensor, "w": torch.arange(3.0)}, path)
+        for weights_only in (True, False):
+            if weights_only and name in ("nested", "lazy"):
+                continue
+            with s4weights.open(path, weights_only=weights_only) as f:
+                assert [key for key in f if name != "meta" or key != "a"] == ["w"], name
+                assert torch.equal(f["w"], torch.arange(3.0))
+            target = {"w": torch.zeros(3)}
+            done = s4weights.load_into(target, path, strict=False, weights_only=weights_only)
+            assert done.unexpected_keys == ["a"] and torch.equal(target["w"], torch.arange(3.0))
+            target["w"].zero_()
+            shape = tensor.shape if name == "meta" else (3,)
+            with pytest.raises(s4weights.MismatchError, match=f"`a` .*{words.get(name, name)}.* file"):
+                s4weights.load_into({**target, "a": torch.ones(shape)}, path, weights_only=weights_only)
+            assert not target["w"].any()
+
+
+def test_an_object_that_takes_values_to_be_rebuilt_is_told():
+    saved = in_memory({"w": torch.ones(2), "s": Summed()})
+    assert s4weights.load(saved, weights_only=False)["s"].sum == 3
+    saved.seek(0)
+    with pytest.raises(s4weights.UnsupportedFormatError, match="without its values"):
+        s4weights.open(saved, weights_only=False)
+    saved.seek(0)
+    with pytest.raises(s4weights.UnsupportedFormatError, match="without its values"):
+        s4weights.load_into({"w": torch.ones(2)}, saved, weights_only=False)
+
+
+@pytest.mark.parametrize("make", [torch.zeros, lambda *shape: torch.zeros(*shape[::-1]).t()])
+def test_tensors_that_share_memory_only_here_are_refused(make):
+    w = make(3, 2)
+    saved = {"e": torch.ones(3, 2), "h": torch.full((2, 3), 2.0)}
+    with pytest.raises(s4weights.MismatchError, match="`e` and `h` share memory, but not in the file"):
+        s4weights.load_into({"e": w, "h": w.t()}, in_memory(saved))
+    assert not w.any()
+    base, rows = make(6, 2), torch.ones(4, 2)
+    for a, b in ((base[:4], base[2:]), (base[::2], base[1:4]), (base[:3, :1], base[2:5])):
+        saved = {"a": torch.ones(a.shape), "b": torch.ones(b.shape)}
+        with pytest.raises(s4weights.MismatchError, match="share memory"):
+            s4weights.load_into({"a": a, "b": b}, in_memory(saved))
+    # Three, of which the first and the last overlap.
+    saved = {"a": torch.ones(6, 2), "b": rows[:0], "c": torch.ones(1, 2), "d": torch.ones(1, 2)}
+    with pytest.raises(s4weights.MismatchError, match="`a` and `d`"):
+        s4weights.load_into(
+            {"a": base, "b": base[:0], "c": base[1:2], "d": base[4:5]}, in_memory(saved)
+        )
+
+
+def test_tensors_that_share_memory_in_the_file_too():
+    x = torch.randn(6, 4)
+    for parts in (
+        lambda t: {"a": t, "b": t.t()},
+        lambda t: {"a": t.t(), "b": t.t()},
+        lambda t: {"a": t, "b": t[1:4, 1:3], "c": t[2], "d": t.view(-1)},
+        lambda t: {"a": t[:4], "b": t[2:]},
+    ):
+        target = torch.zeros(6, 4)
+        s4weights.load_into(parts(target), in_memory(parts(x)))
+        assert torch.equal(target, x)
+    # The same elements in another order.
+    target = torch.zeros(4, 6).t()
+    s4weights.load_into({"a": target, "b": target.t()}, in_memory({"a": x, "b": x.t()}))
+    assert torch.equal(target, x)
+
+
+def test_tensors_that_take_turns_in_memory():
+    for parts in (
+        lambda t: [t[::2], t[1::2]],
+        lambda t: [t[:, :2], t[:, 2:3], t[:, 3:]],
+        lambda t: [t[:, 0], t[:, 1], t[:, 2], t[:, 3]],
+        lambda t: [t.view(3, 2, 4)[:, 0], t.view(3, 2, 4)[:, 1, :2], t.view(3, 2, 4)[:, 1, 2:]],
+        lambda t: [t.view(-1)[::4], t.view(-1)[1::2]],
+    ):
+        x, target = torch.randn(6, 4), torch.zeros(6, 4)
+        s4weights.load_into(parts(target), in_memory([part.clone() for part in parts(x)]))
+        assert all(map(torch.equal, parts(target), parts(x)))
+
+
+def test_targets_that_cannot_be_filled_are_told_before_any_is():
+    target = {"a": torch.zeros(2), "b": torch.zeros(1).expand(4)}
+    with pytest.raises(s4weights.MismatchError, match="`b` has one place in memory"):
+        s4weights.load_into(target, in_memory({"a": torch.ones(2), "b": torch.ones(4)}))
+    assert not target["a"].any()
+    lazy = torch.nn.LazyLinear(3)
+    saved = in_memory(torch.nn.Linear(2, 3).state_dict())
+    with pytest.raises(s4weights.MismatchError, match=r"`bias` is not initialized.*`weight` is not"):
+        s4weights.load_into(lazy, saved)
+
+
+def test_tensors_of_inference_mode_are_filled():
+    with torch.inference_mode():
+        target = {"t": torch.zeros(2, 3).t(), "a": torch.zeros(2), "b": torch.zeros(2)}
+    one = torch.ones(2)
+    s4weights.load_into(target, in_memory({"t": torch.ones(3, 2), "a": one, "b": one}))
+    assert all(tensor.all() and tensor.is_inference() for tensor in target.values())
+    plain = torch.zeros(2, 3, requires_grad=True)
+    with torch.inference_mode():
+        s4weights.load_into([plain.detach().t()], in_memory([torch.ones(3, 2)]))
+    assert plain.all()
+
+
+def test_extra_state_is_found_wherever_modules_are():
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"t": torch.ones(2)}
+
+        def set_extra_state(self, state):
+            pass
+
+    class Holder:
+        pass
+
+    module = Extra(2, 3)
+    with torch.no_grad():
+        module.weight.fill_(7)
+    holder = Holder()
+    holder.m = Extra(2, 3)
+    state = module.state_dict()
+    done = s4weights.load_into(
+        {"l": [Extra(2, 3)], "t": (holder,)}, in_memory({"l": [state], "t": ({"m": state},)})
+    )
+    assert done == ([], ["l.0._extra_state.t", "t.0.m._extra_state.t"])
+    assert (holder.m.weight == 7).all()
+    cyclic = {"w": torch.zeros(2)}
+    cyclic["self"] = cyclic
+    with pytest.raises(s4weights.MismatchError, match="`x` is in the file only"):
+        s4weights.load_into(cyclic, in_memory({"w": torch.ones(2), "x": torch.ones(1)}))
+    s4weights.load_into(cyclic, in_memory({"w": torch.ones(2)}))
+    assert cyclic["w"].all()
+
+
+def test_load_takes_keys_that_are_floats():
+    inf, nan = float("inf"), float("nan")
+    saved = {"x": {inf: torch.ones(1), -inf: 2, (nan, 1.5): torch.zeros(1), "y": 3}}
+    with s4weights.open(in_memory(saved)) as f:
+        assert list(f) == ["x.inf", "x.(nan, 1.5)"]
+    for key in ("x.inf", "x.(nan, 1.5)", "x.-inf"):
+        for load in (s4weights.load, s4weights.numpy.load):
+            part = load(in_memory(saved), keys=[key])
+            (name,) = part["x"]
+            assert key == f"x.{name}"
+    with pytest.raises(KeyError):
+        s4weights.load(in_memory(saved), keys=["x.dict"])
+
+
+def test_a_tensor_that_is_expanded_beyond_memory_is_named(path):
+    s4weights.save({"w": torch.ones(1).expand(1 << 30, 1 << 20), "v": torch.ones(3)}, path)
+    for open_ in (s4weights.open, s4weights.numpy.open):
+        with open_(path) as f:
+            with pytest.raises(s4weights.LimitError, match="`w`"):
+                f["w"]
+            assert f.get_slice("w")[5, :3].tolist() == [1, 1, 1]
+            assert f["v"].tolist() == [1, 1, 1]
+
+
+def test_memory_that_was_freed_is_not_written_to():
+    saved = {"a": torch.ones(4), "b": torch.ones(3)}
+    for size in (0, 8):
+        target = {"a": torch.zeros(4), "b": torch.zeros(3)}
+        target["b"].untyped_storage().resize_(size)
+        with pytest.raises(s4weights.MismatchError, match="`b` has no memory for all"):
+            s4weights.load_into(target, in_memory(saved))
+        assert torch.equal(target["a"], torch.zeros(4))

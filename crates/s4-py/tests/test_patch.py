@@ -171,3 +171,22 @@ def test_streams_are_patched_too():
         torch.save(state(), buffer)
         buffer.seek(0)
         assert_identical(torch.load(buffer), state())
+
+
+def test_a_block_takes_back_its_own_patch():
+    before = torch.save
+    outer = s4weights.patch(preset="fast")
+    once = torch.save
+    with s4weights.patch():
+        s4weights.unpatch()
+        assert torch.save is once
+    assert torch.save is once
+    # The outer one ends first.
+    with s4weights.patch():
+        inner = torch.save
+        with outer:
+            pass
+        assert torch.save is inner
+    assert torch.save is before
+    s4weights.unpatch()
+    assert torch.save is before

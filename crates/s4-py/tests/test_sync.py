@@ -48,7 +48,7 @@ class Model(torch.nn.Module):
 def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     there = b.state_dict()
     return all(
-        torch.equal(tensor.view(torch.uint8), there[name].view(torch.uint8))
+        torch.equal(tensor.view(torch.uint8), there[name].contiguous().view(torch.uint8))
         for name, tensor in a.state_dict().items()
     )
 
@@ -410,3 +410,134 @@ def test_a_trainer_and_two_samplers_as_processes() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "sampler 1: step 3: 2 deltas" in done.stdout, done.stdout
     assert done.stdout.count("bit for bit") == 2, done.stdout
+
+
+def test_conjugated_and_negated_views_are_published_by_their_values(tmp_path: Path) -> None:
+    c = torch.tensor([1 + 2j, 3 - 4j])
+    weights = {"c": c.conj(), "i": c.conj().imag, "plain": c}
+    target = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    with Publisher(tmp_path) as publisher, Subscriber(tmp_path, target) as subscriber:
+        publisher.publish_delta(weights, 0)
+        update(subscriber)
+        assert all(torch.equal(target[name], weights[name]) for name in weights)
+        c += 1
+        publisher.publish_delta(weights, 1)
+        update(subscriber)
+        assert all(torch.equal(target[name], weights[name]) for name in weights)
+
+
+def test_weights_of_inference_mode_are_filled(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        target = {"w": torch.zeros(2, 3).t()}
+    with Publisher(tmp_path) as publisher, Subscriber(tmp_path, target) as subscriber:
+        publisher.publish_delta({"w": torch.ones(3, 2)}, 0)
+        update(subscriber)
+    assert target["w"].all()
+
+
+def _assigned(model: Model) -> None:
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(copies, assign=True)
+
+
+def _turned(model: Model) -> None:
+    model.inner.weight.data = model.inner.weight.data.T.contiguous().T
+
+
+def _moved(model: Model) -> None:
+    # The old parameter still has its memory, which is the subscriber's no longer.
+    model.norm = torch.nn.Parameter(torch.zeros(512))
+
+
+@pytest.mark.parametrize("change", [_assigned, _turned, _moved])
+def test_tensors_that_were_replaced_are_filled(tmp_path: Path, change: Any) -> None:
+    trainer, sampler = Model(), Model(seed=1)
+    with Publisher(tmp_path) as publisher, Subscriber(tmp_path, sampler) as subscriber:
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        before = {name: (t, t.clone()) for name, t in sampler.state_dict().items()}
+        change(sampler)
+        now = {t.data_ptr() for t in sampler.state_dict().values()}
+        trainer.train_step(1)
+        publisher.publish_delta(trainer, 1)
+        done = update(subscriber)
+        assert same(trainer, sampler) and done.why_base == "tensors were replaced, converted or moved"
+        for tensor, values in before.values():
+            assert tensor.data_ptr() in now or torch.equal(tensor, values), "others are left alone"
+        trainer.train_step(2)
+        publisher.publish_delta(trainer, 2)
+        assert update(subscriber).deltas == 1 and same(trainer, sampler)
+        # Also if nothing new was published.
+        assert subscriber.apply_delta() is None
+        sampler.load_state_dict(Model(seed=2).state_dict(), assign=True)
+        assert update(subscriber).step == 2 and same(trainer, sampler)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.half(), r"`embed` is torch.float16 .*in the file torch.bfloat16"),
+        (lambda model: model.float(), "`embed` is torch.float32"),
+        (lambda model: model.to("meta"), "has no memory"),
+        (
+            lambda model: setattr(model.norm, "data", torch.zeros(16, 32)),
+            r"`norm` is torch.float32 \[16, 32\]",
+        ),
+        (
+            lambda model: setattr(model.norm, "data", torch.zeros(1).expand(512)),
+            "`norm` has one place in memory",
+        ),
+        (
+            lambda model: [p.untyped_storage().resize_(0) for p in model.parameters()],
+            "`embed`, `head`, .*memory was freed",
+        ),
+        (lambda model: delattr(model, "norm"), "`norm` is in the file only"),
+    ],
+)
+def test_tensors_that_fit_no_longer_are_refused(tmp_path: Path, change: Any, message: str) -> None:
+    trainer, sampler = Model(), Model(seed=1)
+    with Publisher(tmp_path) as publisher, Subscriber(tmp_path, sampler) as subscriber:
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        change(sampler)
+        there = [p for p in sampler.parameters() if p.untyped_storage().nbytes() and not p.is_meta]
+        before = [p.detach().clone() for p in there]
+        for step in (1, 2):
+            trainer.train_step(step)
+            publisher.publish_delta(trainer, step)
+            with pytest.raises(s4weights.MismatchError, match=message):
+                subscriber.apply_delta()
+            assert subscriber.step is None
+            assert all(torch.equal(p, values) for p, values in zip(there, before, strict=True))
+
+
+def test_memory_that_comes_back_is_filled(tmp_path: Path) -> None:
+    """As in samplers that give up their weights' memory while they sleep."""
+    trainer, sampler = Model(), Model(seed=1)
+    storages = {p.untyped_storage(): p.nbytes for p in sampler.parameters()}
+    with Publisher(tmp_path) as publisher, Subscriber(tmp_path, sampler) as subscriber:
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        for storage in storages:
+            storage.resize_(0)
+        with pytest.raises(s4weights.MismatchError, match="memory was freed"):
+            subscriber.apply_delta()
+        for storage, nbytes in storages.items():
+            storage.resize_(nbytes)
+        update(subscriber)
+        assert same(trainer, sampler)
+
+
+def test_a_parameter_made_anew_from_the_same_memory_counts_its_changes(tmp_path: Path) -> None:
+    trainer, sampler = Model(), Model(seed=1)
+    with Publisher(tmp_path) as publisher, Subscriber(tmp_path, sampler) as subscriber:
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        old = sampler.norm
+        sampler.norm = torch.nn.Parameter(old.data)
+        old.data = kept = torch.zeros(512)
+        version = sampler.norm._version
+        trainer.train_step(1)
+        publisher.publish_delta(trainer, 1)
+        assert update(subscriber).deltas == 1 and same(trainer, sampler)
+        assert sampler.norm._version > version and not kept.any()

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use s4weights::{Preset, StorageOptions, check_storage_options, redact_url};
+use s4weights::{Preset, StorageOptions, check_storage_options, check_url, redact_url};
 use serde::Deserialize;
 
 use crate::entitlement;
@@ -126,7 +126,8 @@ impl Config {
         let text = std::fs::read_to_string(path).map_err(|e| bad(e.to_string()))?;
         // The parser's own message would repeat the line, which may hold a secret.
         toml::from_str(&text).map_err(|e| {
-            let line = e.span().map_or(0, |span| text[..span.start].lines().count().max(1));
+            let before = e.span().map_or("", |span| &text[..span.start]);
+            let line = 1 + before.matches('\n').count();
             bad(format!("line {line}: {}", e.message()))
         })
     }
@@ -140,6 +141,7 @@ impl Config {
         if self.store.is_empty() {
             return bad("`store` is missing: the folder or URL that checkpoints go to");
         }
+        check_url(&self.store).map_err(|e| Error::Config(format!("`store`: {e}")))?;
         if self.http.parse::<std::net::SocketAddr>().is_err() {
             return bad("`http`: an address such as 127.0.0.1:8080 is expected");
         }
@@ -163,7 +165,13 @@ impl Config {
     /// # Errors
     /// [`Error::Config`] if no preset has this name.
     pub fn preset(&self) -> Result<Preset> {
-        self.preset.parse().map_err(|e| Error::Config(format!("`preset`: {e}")))
+        match self.preset.parse() {
+            Ok(Preset::Nvcomp) => {
+                let what = "`preset`: `nvcomp` needs a GPU, which the runner does not use";
+                Err(Error::Config(what.into()))
+            }
+            known => known.map_err(|e| Error::Config(format!("`preset`: {e}"))),
+        }
     }
 
     /// The longest that a shutdown may take.
@@ -182,5 +190,35 @@ impl Config {
     #[must_use]
     pub fn store_name(&self) -> String {
         redact_url(&self.store).into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(text: &str) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("runner.toml");
+        std::fs::write(&path, text).unwrap();
+        match Config::read(&path).and_then(|config| config.check()) {
+            Ok(()) => String::new(),
+            Err(e) => e.to_string(),
+        }
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused_by_name() {
+        assert_eq!(check("store = \"runs/a\"\n"), "");
+        assert_eq!(check("store = \"s3://bucket/run\"\npreset = \"small\"\n"), "");
+        for store in ["foo://x", "s3:/bucket/run", "memory:", "s3://", "file://rel"] {
+            let said = check(&format!("store = {store:?}\n"));
+            assert!(said.contains("`store`: "), "{store}: {said}");
+        }
+        let said = check("store = \"a\"\npreset = \"nvcomp\"\n");
+        assert!(said.contains("`preset`: `nvcomp` needs a GPU"), "{said}");
+        let said = check("store = \"a\"\n\nbogus = 1\n");
+        assert!(said.contains("line 3: ") && said.contains("bogus"), "{said}");
+        assert!(check("threads = -1\n").contains("line 1: "));
     }
 }

@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
+use uuid::Uuid;
 
 use crate::clock::now_ms;
 
@@ -59,7 +60,7 @@ struct Inner {
     store: StoreHealth,
     asked: Option<Instant>,
     /// Why the last checkpoint could not be compressed.
-    uncompressed: Option<String>,
+    uncompressed: Option<(Uuid, String)>,
     interruption: Option<Interruption>,
 }
 
@@ -134,14 +135,20 @@ impl Health {
     }
 
     /// A checkpoint was compressed, or could not be.
-    pub(crate) fn compressed(&self, problem: Option<String>) {
-        self.lock().uncompressed = problem;
+    pub(crate) fn compressed(&self, id: Uuid, problem: Option<String>) {
+        self.lock().uncompressed = problem.map(|problem| (id, problem));
+    }
+
+    /// A checkpoint is forgotten, and what was wrong with it.
+    pub(crate) fn forget(&self, id: Uuid) {
+        let uncompressed = &mut self.lock().uncompressed;
+        uncompressed.take_if(|(of, _)| *of == id);
     }
 
     /// Why the last checkpoint could not be compressed.
     #[must_use]
     pub(crate) fn uncompressed(&self) -> Option<String> {
-        self.lock().uncompressed.clone()
+        self.lock().uncompressed.as_ref().map(|(_, problem)| problem.clone())
     }
 
     /// Whether the store answered lately.

@@ -28,6 +28,16 @@ pub(crate) enum Wanted {
     Submission(Uuid),
 }
 
+impl std::fmt::Display for Wanted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Newest => f.write_str("any checkpoint"),
+            Self::Step(step) => write!(f, "step {step}"),
+            Self::Submission(id) => write!(f, "submission {id}"),
+        }
+    }
+}
+
 /// A restored file. The client that fetches it removes it.
 #[derive(Debug, Serialize)]
 pub(crate) struct Restored {
@@ -139,7 +149,7 @@ impl Service {
                 return Ok(done);
             }
         }
-        let target = format!("{}: {wanted:?}", self.config.store_name());
+        let target = format!("{}: {wanted}", self.config.store_name());
         // If the store does not answer, it may well have the checkpoint, so its error is returned.
         Err(last.or(no_list).unwrap_or(Error::NotFound { target }))
     }

@@ -231,6 +231,7 @@ impl Service {
         if known {
             self.staging.remove(id)?;
             self.stores.forget_local(local);
+            self.health.forget(id);
         }
         Ok(known)
     }

@@ -65,7 +65,7 @@ impl Worker {
                     Work::Stop => return,
                 };
                 let done = self.compress(&record);
-                self.health.compressed(done.as_ref().err().map(Error::to_string));
+                self.health.compressed(record.id, done.as_ref().err().map(Error::to_string));
                 if let Err(e) = done {
                     self.failed(&record, State::Staged, &e);
                     if e.cause() == Some(Cause::DiskFull) {

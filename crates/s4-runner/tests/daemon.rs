@@ -123,6 +123,21 @@ fn a_store_that_cannot_be_reached_delays_and_loses_nothing() {
 }
 
 #[test]
+fn what_was_forgotten_keeps_nobody_from_being_ready() {
+    let setup = Setup::default();
+    let daemon = setup.start();
+    let id = Uuid::new_v4();
+    fs::write(setup.offered(id), "abc").unwrap();
+    assert_eq!(setup.submit(id, 1).status, 200);
+    assert_eq!(setup.wait(id, "durable")["state"], "failed");
+    assert_eq!(daemon.get("/readyz").status, 503);
+    let forgotten = setup.ask("POST", "/v1/forget", Some(&json!({ "id": id }))).unwrap();
+    assert_eq!(forgotten.status, 200, "{}", forgotten.text);
+    assert_eq!(daemon.get("/readyz").status, 200);
+    daemon.stop();
+}
+
+#[test]
 fn a_damaged_checkpoint_fails_and_holds_up_no_other() {
     let setup = Setup::default();
     let daemon = setup.start();

@@ -27,7 +27,8 @@ pub struct CheckOptions {
     pub only: Vec<CheckpointId>,
 }
 
-/// A caller's own check of a checkpoint, once all its objects are known to be as they were stored.
+/// A caller's own check of a checkpoint, once all its objects are known to be as they were stored. What it
+/// needs may be damaged: then the check tells whether it restores all the same.
 #[async_trait::async_trait]
 pub trait Inspector: Send {
     /// Checks one checkpoint, whose chain is given as in [`State::chain`]; an error is a finding.
@@ -51,7 +52,8 @@ pub enum Verdict {
     Restores,
     /// It is damaged.
     Damaged,
-    /// It is whole, and needs this one, which is damaged.
+    /// It is whole, and needs this one, which is damaged. Only an [`Inspector`] can tell whether it
+    /// needs the damaged part; without one this is the verdict in any case.
     Needs(CheckpointId),
 }
 
@@ -86,6 +88,8 @@ pub struct CheckReport {
     pub unlisted: BTreeMap<CheckpointId, u64>,
     /// The checkpoints in `findings`.
     damaged: BTreeSet<CheckpointId>,
+    /// Checkpoints that restore although one that they need is damaged.
+    unharmed: BTreeSet<CheckpointId>,
 }
 
 impl CheckReport {
@@ -107,6 +111,7 @@ impl CheckReport {
             let verdict = match chain.iter().map(|c| c.id()).find(|id| self.is_damaged(*id)) {
                 None => Verdict::Restores,
                 Some(bad) if bad == id => Verdict::Damaged,
+                Some(_) if self.unharmed.contains(&id) => Verdict::Restores,
                 Some(bad) => Verdict::Needs(bad),
             };
             if let Verdict::Needs(bad) = verdict {
@@ -217,12 +222,16 @@ impl Store {
             self.read_objects(&reading, options, report).await;
         }
         let chain: Vec<_> = state.chain(id)?.into_iter().cloned().collect();
-        if let Some(inspector) = inspector
-            && !chain.iter().any(|c| report.is_damaged(c.id()))
-        {
-            inspector.inspect(self, &chain, &reading).await.map_err(Error::Callback)?;
+        let Some(inspector) = inspector.as_mut().filter(|_| !report.is_damaged(id)) else {
+            return Ok(());
+        };
+        let inspected = inspector.inspect(self, &chain, &reading).await;
+        if chain.iter().any(|c| report.is_damaged(c.id())) {
+            // A failure is the fault of what is damaged, which is a finding already.
+            report.unharmed.extend(inspected.is_ok().then_some(id));
+            return Ok(());
         }
-        Ok(())
+        inspected.map_err(Error::Callback)
     }
 
     /// Looks an object up by name, since the listing that misses it or has another size may be

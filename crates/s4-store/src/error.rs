@@ -57,15 +57,18 @@ pub enum Error {
     },
     /// Another process holds the lease of a store that allows one writer at a time.
     #[error(
-        "{place} allows one writer at a time, and that is {holder}, which renews its lease: wait until \
+        "{place} allows one writer at a time, and that is {holder}{}: wait until \
          it ends, or stop it; if it is certainly no longer running, \
-         `s4w store break-lease` removes its lease"
+         `s4w store break-lease` removes its lease",
+        if *.renewed { ", which renews its lease" } else { "" }
     )]
     Locked {
         /// The URL or folder.
         place: String,
         /// Who holds it.
         holder: Box<Holder>,
+        /// Whether the lease was seen to be renewed: then that process is alive.
+        renewed: bool,
     },
     /// This process lost the lease of a store that allows one writer at a time; nothing was changed.
     /// The next attempt asks for the lease again.

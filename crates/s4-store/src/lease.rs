@@ -3,10 +3,11 @@
 //! It needs only PUT, LIST and DELETE of an object store, with effects that are seen at once. A process that
 //! wants to write puts a claim, and then lists: if nothing else is there it becomes the holder, otherwise it
 //! withdraws. If two do so at the same time, at least one sees the other: both may withdraw, but they never
-//! both hold the lease. A lease not renewed for [`EXPIRES`], by the object store's own clock, is dead, and
-//! the next holder removes it. A holder checks for its lease before each commit; if it renewed too late, it
-//! claims the lease again.
+//! both hold the lease. A lease not renewed for [`EXPIRES`], by the object store's own clock or while a
+//! process watched it, is dead, and the next holder removes it. A holder checks for its lease before each
+//! commit; if it renewed too late, it claims the lease again.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -112,13 +113,38 @@ pub(crate) struct Lease {
 struct Seen {
     /// Leases that are alive, and when each was last renewed.
     held: Vec<(Path, DateTime<Utc>)>,
-    claims: Vec<Path>,
+    claims: Vec<(Path, DateTime<Utc>)>,
     dead: Vec<Path>,
 }
 
 impl Seen {
     fn is_free(&self) -> bool {
         self.held.is_empty() && self.claims.is_empty()
+    }
+}
+
+/// The leases and claims of others that a process has seen while it waited: their dates, and since
+/// when they have had them. The store's clock may have been set back since a lease was renewed; its date
+/// is in the future then, and does not tell whether it is dead.
+#[derive(Default)]
+struct Watched(BTreeMap<Path, (DateTime<Utc>, Instant)>);
+
+impl Watched {
+    /// Notes what was seen. Returns what has not been renewed for as long as it takes to die.
+    fn note(&mut self, seen: &Seen) -> Vec<Path> {
+        let there: Vec<_> = seen.held.iter().chain(&seen.claims).collect();
+        self.0.retain(|key, _| there.iter().any(|(there, _)| there == key));
+        let mut dead = Vec::new();
+        for (key, date) in there {
+            let now = Instant::now();
+            let watched = self.0.entry(key.clone()).or_insert((*date, now));
+            if watched.0 != *date {
+                *watched = (*date, now);
+            } else if watched.1.elapsed() > EXPIRES {
+                dead.push(key.clone());
+            }
+        }
+        dead
     }
 }
 
@@ -201,6 +227,7 @@ impl Lease {
     async fn contend(&self, claim: &Path) -> Result<Stamp> {
         let start = Instant::now();
         let mut first: Option<(Path, DateTime<Utc>)> = None;
+        let mut watched = Watched::default();
         loop {
             let stamp = Stamp::now();
             self.since_ms.store(Utc::now().timestamp_millis(), Ordering::SeqCst);
@@ -212,6 +239,14 @@ impl Lease {
                 }
                 // A lease that looked dead may have been renewed at the last moment.
                 seen = self.look(claim).await?;
+            }
+            let dead = watched.note(&seen);
+            if !dead.is_empty() {
+                for key in &dead {
+                    self.io.delete(key).await?;
+                }
+                // As above, and others may have come meanwhile.
+                continue;
             }
             if seen.is_free() {
                 self.io.put(&self.key(HELD), self.body()?).await?;
@@ -228,7 +263,7 @@ impl Lease {
                     self.io.delete(claim).await?;
                     let alive = first.as_ref().is_some_and(|(k, at)| *k == key && *at != renewed);
                     if alive || start.elapsed() > EXPIRES + RENEWS {
-                        return Err(self.locked(&key).await);
+                        return Err(self.locked(&key, alive).await);
                     }
                     if first.is_none() {
                         self.tell_waiting(&key).await;
@@ -241,12 +276,12 @@ impl Lease {
                 None => {
                     // The claim with the lowest name stays, and waits until the others have
                     // withdrawn.
-                    if seen.claims.iter().any(|other| other < claim) {
+                    if seen.claims.iter().any(|(other, _)| other < claim) {
                         self.io.delete(claim).await?;
                     }
                     if start.elapsed() > EXPIRES + RENEWS {
-                        let other = seen.claims.pop().unwrap_or_else(|| claim.clone());
-                        return Err(self.locked(&other).await);
+                        let other = seen.claims.pop().map_or_else(|| claim.clone(), |(key, _)| key);
+                        return Err(self.locked(&other, false).await);
                     }
                     YIELDS + YIELDS.mul_f64(f64::from(self.me.as_bytes()[15]) / 128.0)
                 }
@@ -304,7 +339,7 @@ impl Lease {
                 if now.signed_duration_since(meta.last_modified) >= expires {
                     seen.dead.push(meta.location);
                 } else if name.starts_with(CLAIM) {
-                    seen.claims.push(meta.location);
+                    seen.claims.push((meta.location, meta.last_modified));
                 } else {
                     seen.held.push((meta.location, meta.last_modified));
                 }
@@ -333,8 +368,9 @@ impl Lease {
         holder.unwrap_or(Holder { host: "an unknown host".into(), pid: 0, since_ms: i64::MAX })
     }
 
-    async fn locked(&self, key: &Path) -> Error {
-        Error::Locked { place: self.place.clone(), holder: Box::new(self.holder(key).await) }
+    async fn locked(&self, key: &Path, renewed: bool) -> Error {
+        let holder = Box::new(self.holder(key).await);
+        Error::Locked { place: self.place.clone(), holder, renewed }
     }
 
     async fn lost(&self) -> Error {

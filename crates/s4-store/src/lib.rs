@@ -100,4 +100,4 @@ pub use s4_format::limits::MAX_CHAIN;
 pub use state::{Checkpoint, Dead, End, State};
 pub use store::{Resolution, Store};
 pub use sweep::{SHORTEST_GRACE, SweepOptions, SweepReport, Swept, Why};
-pub use url::{StorageOptions, check_options, is_url};
+pub use url::{StorageOptions, check_options, check_url, is_url};

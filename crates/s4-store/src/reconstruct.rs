@@ -11,6 +11,9 @@ use crate::entry::{Entry, Op, Publish, Reference};
 use crate::id::CheckpointId;
 use crate::state::{Checkpoint, End, State};
 
+/// No more checkpoints are added to an operation, so that its entry does not become too large.
+pub(crate) const MOST_IDS: usize = 700;
+
 /// Operations that lead to `state`, by entry number, to take the place of entries that are lost.
 pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     let mut ops = BTreeMap::new();
@@ -84,6 +87,59 @@ pub(crate) fn adopt(
             }
         }
     }
+}
+
+/// Retirements that lost entries must have held, by the number that takes them: an `abort` of a listed
+/// checkpoint has an effect only if that was retired before. `ops` are the known operations after
+/// `state` in order, each with whether it may be added to; numbers that are not among them are lost.
+///
+/// Of several such numbers the last one before the `abort` is taken: by then nothing needed the
+/// checkpoint any more, whichever retired it.
+pub(crate) fn proven_retires<'a>(
+    state: &State,
+    ops: impl Iterator<Item = (u64, &'a Op, bool)>,
+) -> BTreeMap<u64, Vec<CheckpointId>> {
+    let mut proven: BTreeMap<u64, Vec<CheckpointId>> = BTreeMap::new();
+    // The number since which each checkpoint has been listed.
+    let mut listed: BTreeMap<_, _> = state.live.keys().map(|id| (*id, state.head)).collect();
+    let (mut before, mut free) = (state.head, 0);
+    for (n, op, is_open) in ops {
+        if n > before + 1 {
+            free = n - 1;
+        }
+        before = n;
+        match op {
+            Op::Publish(about) => {
+                listed.insert(about.id, n);
+                about.replaces.map(|old| listed.remove(&old.id));
+            }
+            Op::Unretire { about, .. } => {
+                listed.insert(about.id, n);
+            }
+            Op::Retire { ids, .. } => {
+                for id in ids {
+                    listed.remove(id);
+                }
+                if is_open && ids.len() < MOST_IDS {
+                    free = n;
+                }
+            }
+            Op::Abort { ids } => {
+                for id in ids.iter().filter(|id| listed.get(*id).is_some_and(|since| *since < free))
+                {
+                    let retired = proven.entry(free).or_default();
+                    if retired.len() < MOST_IDS {
+                        retired.push(*id);
+                    }
+                }
+                for id in ids {
+                    listed.remove(id);
+                }
+            }
+            Op::Pin { .. } | Op::Unpin { .. } | Op::Fence { .. } => {}
+        }
+    }
+    proven
 }
 
 fn push(all: &mut BTreeMap<u64, Vec<CheckpointId>>, entry: u64, id: CheckpointId) {

@@ -1,10 +1,10 @@
 //! Mending a damaged log.
 //!
-//! A repair relinks the remaining entries of the log. An unreadable entry is restored from a view, or
-//! replaced by a `fence`; later entries keep their numbers and operations, and get the new hash of the
-//! entry before them. Whatever is overwritten or removed is copied first. Entries are written in ascending
-//! order: a repair that was interrupted leaves a log whose damage is still visible, and running it again
-//! gives the same result.
+//! A repair relinks the remaining entries of the log. An unreadable entry is restored from a view or from
+//! what later entries prove, or replaced by a `fence`; later entries keep their numbers and operations, and
+//! get the new hash of the entry before them. Whatever is overwritten or removed is copied first. Entries
+//! are written in ascending order: a repair that was interrupted leaves a log whose damage is still visible,
+//! and running it again gives the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,15 +12,16 @@ use bytes::Bytes;
 use chrono::Utc;
 use object_store::path::Path;
 use s4_format::Digest;
+use s4_format::limits::MAX_CHAIN;
 use serde::Serialize;
 
 use crate::entry::{Entry, Op};
-use crate::error::{LogDamage, Result};
+use crate::error::{Error, LogDamage, Result};
 use crate::id::{CheckpointId, WriteId};
 use crate::manifest::MAX_OBJECT;
 use crate::options::StoreOptions;
 use crate::place::Place;
-use crate::reconstruct::{adopt, reconstruct};
+use crate::reconstruct::{MOST_IDS, adopt, proven_retires, reconstruct};
 use crate::salvage::{Salvage, Slot};
 use crate::seal;
 use crate::state::{Checkpoint, State};
@@ -54,7 +55,7 @@ pub struct RepairReport {
     pub losses: Vec<Loss>,
     /// Entries that are rewritten with the same operation.
     pub rewritten: Vec<u64>,
-    /// Entries that are restored from a view.
+    /// Entries that are restored, from a view or from what later entries prove.
     pub reconstructed: Vec<u64>,
     /// Entry numbers that are taken by a `fence`, which does nothing.
     pub fenced: Vec<u64>,
@@ -91,13 +92,10 @@ impl Store {
         let mut plan = if survey.damage.is_empty() {
             Plan { state: survey.state, ..Plan::default() }
         } else {
-            inner.plan_repair(&survey)?
+            inner.plan_repair(&survey).await?
         };
         let listed = plan.state.list().into_iter().cloned();
         plan.report.listed = listed.collect();
-        if !plan.report.damage.is_empty() {
-            plan.report.unnamed = inner.unnamed(&plan.state).await?;
-        }
         if apply && !plan.report.damage.is_empty() {
             inner.carry_out(&mut plan).await?;
         }
@@ -106,40 +104,50 @@ impl Store {
 }
 
 impl Inner {
-    fn plan_repair(&self, survey: &Salvage) -> Result<Plan> {
+    async fn plan_repair(&self, survey: &Salvage) -> Result<Plan> {
         let mut plan = Plan::default();
         plan.report.damage.clone_from(&survey.damage);
         let (last, removed) = split(&survey.slots.taken, survey.anchor.head());
         let mut known = reconstruct(&survey.anchor);
-        let is_lost = |n: &u64| !matches!(survey.slots.read.get(n), Some(Slot::Good(..)));
-        let lost: BTreeSet<u64> = (1..=last).filter(is_lost).collect();
-        let good: Vec<_> = survey.slots.good().collect();
+        // What is not of this log takes no number whose content the view knows.
+        let known_better = |n| n < survey.anchor.head() && survey.slots.is_stray(n);
+        let counts = |e: &&Entry| !survey.void.contains(&e.n) && !known_better(e.n);
+        let good: Vec<_> = survey.slots.good().filter(counts).collect();
+        let there: BTreeMap<u64, &Op> = good.iter().map(|e| (e.n, &e.op)).collect();
+        let lost: BTreeSet<u64> = (1..=last).filter(|n| !there.contains_key(n)).collect();
+        known.retain(|n, _| lost.contains(n));
         adopt(&mut known, &survey.anchor, &lost, &good);
+        let op_at = |n| match there.get(&n) {
+            Some(op) => Some((n, *op, false)),
+            None => known.get(&n).map(|op| (n, op, true)),
+        };
+        let proven = proven_retires(&State::default(), (1..=last).filter_map(op_at));
+        for (n, mut ids) in proven {
+            if let Some(Op::Retire { ids: others, .. }) = known.get(&n) {
+                ids.extend(others);
+            }
+            known.insert(n, Op::Retire { ids, reason: "reconstructed".to_owned() });
+        }
         let ours = WriteId::new(self.options.ids.next());
         let now = Utc::now().timestamp_millis();
         for n in 1..=last {
             let slot = survey.slots.read.get(&n);
-            let entry = match slot {
-                Some(Slot::Good(entry, hash)) if !survey.void.contains(&n) => {
-                    if plan.keep(entry, *hash) {
-                        continue;
-                    }
-                    (**entry).clone()
-                }
-                _ => {
-                    let op =
-                        known.get(&n).filter(|_| !matches!(slot, Some(Slot::Good(..)))).cloned();
-                    let fence = Op::Fence { against: ours };
-                    let op = op.unwrap_or(fence);
+            let was = match slot {
+                Some(Slot::Good(entry, hash)) if there.contains_key(&n) => Some((entry, *hash)),
+                _ => None,
+            };
+            let entry = match was {
+                Some((entry, hash)) if plan.keep(entry, hash) => continue,
+                Some((entry, _)) => (**entry).clone(),
+                None => {
+                    let op = known.remove(&n).unwrap_or(Op::Fence { against: ours });
                     Entry { v: 1, n, prev: plan.state.head_hash, write_id: ours, at_ms: now, op }
                 }
             };
-            let was = match slot {
-                Some(Slot::Good(entry, _)) => Some(&**entry),
-                _ => None,
-            };
-            plan.write(self, entry, was)?;
+            plan.write(self, entry, was.map(|(entry, _)| &**entry))?;
         }
+        let hollow = self.hollow(&plan.state, &survey.stored).await?;
+        plan.retire_hollow(self, &hollow, ours, now)?;
         plan.pins(self, survey, ours, now)?;
         for n in &removed {
             let good = survey.slots.read.get(n);
@@ -148,20 +156,9 @@ impl Inner {
         }
         plan.missed(survey);
         plan.report.removed = removed;
+        plan.name_unnamed(survey);
         plan.state.settle();
         Ok(plan)
-    }
-
-    /// Data of ids that the log does not know.
-    async fn unnamed(&self, state: &State) -> Result<BTreeMap<CheckpointId, u64>> {
-        let mut unnamed: BTreeMap<CheckpointId, u64> = BTreeMap::new();
-        for meta in self.io.list(&self.layout.checkpoints(), None).await? {
-            let Some((id, _)) = self.layout.parse_part(&meta.location) else { continue };
-            if state.get(id).is_none() && state.dead(id).is_none() {
-                *unnamed.entry(id).or_default() += meta.size;
-            }
-        }
-        Ok(unnamed)
     }
 
     async fn carry_out(&self, plan: &mut Plan) -> Result<()> {
@@ -174,16 +171,19 @@ impl Inner {
         let report = &mut plan.report;
         report.aside = Some(aside.to_string());
         let changed: BTreeSet<u64> = plan.entries.keys().chain(&report.removed).copied().collect();
+        let mut cut = Vec::new();
         for n in &changed {
             let name = format!("{n:020}");
-            self.set_aside(&self.layout.entry(*n), aside.clone().join("log").join(name)).await?;
+            let to = aside.clone().join("log").join(name);
+            cut.extend(self.set_aside(&self.layout.entry(*n), to, MAX_OBJECT as u64).await?);
         }
-        self.set_aside(&self.layout.view(), aside.clone().join("logck")).await?;
+        let to = aside.clone().join("logck");
+        cut.extend(self.set_aside(&self.layout.view(), to, view::MAX_VIEW).await?);
         let damage: Vec<_> = report.damage.iter().map(ToString::to_string).collect();
         let told = serde_json::json!({
             "damage": damage, "losses": report.losses, "rewritten": report.rewritten,
             "reconstructed": report.reconstructed, "fenced": report.fenced,
-            "removed": report.removed,
+            "removed": report.removed, "cut": cut,
         });
         let key = aside.join("repair.json");
         self.io.put(&key, seal::seal(key.as_ref(), &told)?.into()).await?;
@@ -203,13 +203,17 @@ impl Inner {
         Ok(())
     }
 
-    /// Copies an object, if it is there.
-    async fn set_aside(&self, from: &Path, to: Path) -> Result<()> {
-        match self.io.get(from, MAX_OBJECT as u64).await {
-            Ok(bytes) => self.io.put(&to, bytes).await,
-            Err(e) if e.is_missing() => Ok(()),
-            Err(e) => Err(e),
-        }
+    /// Copies an object, if it is there. Of one that is larger than any of its kind only the first
+    /// `max` bytes are copied, so that it does not prevent a repair. Returns the name of such a copy.
+    async fn set_aside(&self, from: &Path, to: Path, max: u64) -> Result<Option<String>> {
+        let (bytes, is_cut) = match self.io.get(from, max).await {
+            Ok(bytes) => (bytes, false),
+            Err(Error::Corrupt { .. }) => (self.io.get_range(from, 0..max).await?, true),
+            Err(e) if e.is_missing() => return Ok(None),
+            Err(e) => return Err(e),
+        };
+        self.io.put(&to, bytes).await?;
+        Ok(is_cut.then(|| to.to_string()))
     }
 }
 
@@ -230,13 +234,11 @@ impl Plan {
     fn write(&mut self, inner: &Inner, mut entry: Entry, was: Option<&Entry>) -> Result<()> {
         let n = entry.n;
         entry.prev = self.state.head_hash;
-        match self.state.salvage(&entry) {
-            Ok(op) => entry.op = op,
-            Err(conflict) => {
-                self.lose(n, entry_published(&entry), conflict.to_string());
-                entry.op = Op::Fence { against: entry.write_id };
-            }
+        let (op, refused) = self.state.salvage(&entry);
+        for conflict in refused {
+            self.lose(n, entry_published(&entry), conflict.to_string());
         }
+        entry.op = op.unwrap_or(Op::Fence { against: entry.write_id });
         entry.v = entry.op.version();
         let is_fence = matches!(entry.op, Op::Fence { .. });
         let report = &mut self.report;
@@ -259,6 +261,48 @@ impl Plan {
         Ok(())
     }
 
+    /// Adds an entry at the end.
+    fn append(&mut self, inner: &Inner, op: Op, ours: WriteId, now: i64) -> Result<()> {
+        let (n, prev) = (self.state.head + 1, self.state.head_hash);
+        let entry = Entry { v: op.version(), n, prev, write_id: ours, at_ms: now, op };
+        self.state.follow(&entry);
+        self.push(inner, &entry)
+    }
+
+    /// Takes checkpoints whose manifests are not there off the list, and all deltas of them: a lost
+    /// entry may have retired them, and a clean-up would keep them instead of those that restore.
+    fn retire_hollow(
+        &mut self,
+        inner: &Inner,
+        hollow: &[CheckpointId],
+        ours: WriteId,
+        now: i64,
+    ) -> Result<()> {
+        let deltas = self.state.descendants(hollow);
+        let going = deltas.iter().chain(hollow).filter_map(|id| self.state.get(*id));
+        let mut going: Vec<_> = going.cloned().collect();
+        // A delta goes before what it needs.
+        going.sort_by_key(|c| {
+            std::cmp::Reverse(self.state.chain(c.id()).map_or(MAX_CHAIN, |c| c.len()))
+        });
+        for c in &going {
+            let why = match hollow.contains(&c.id()) {
+                true => "its manifest is not there",
+                false => "the manifest of a checkpoint that it needs is not there",
+            };
+            self.lose(c.entry, Some((c.id(), c.step())), why.to_owned());
+            if c.pinned {
+                self.append(inner, Op::Unpin { id: c.id() }, ours, now)?;
+            }
+        }
+        for some in going.chunks(MOST_IDS) {
+            let ids = some.iter().map(Checkpoint::id).collect();
+            let reason = "its manifest is not there".to_owned();
+            self.append(inner, Op::Retire { ids, reason }, ours, now)?;
+        }
+        Ok(())
+    }
+
     /// Adds entries that pin and unpin checkpoints as they were before.
     fn pins(&mut self, inner: &Inner, survey: &Salvage, ours: WriteId, now: i64) -> Result<()> {
         let differs =
@@ -267,10 +311,7 @@ impl Plan {
             survey.state.live.values().filter(differs).map(|c| (c.id(), c.pinned)).collect();
         for (id, pinned) in ops {
             let op = if pinned { Op::Pin { id } } else { Op::Unpin { id } };
-            let (n, prev) = (self.state.head + 1, self.state.head_hash);
-            let entry = Entry { v: 1, n, prev, write_id: ours, at_ms: now, op };
-            self.state.follow(&entry);
-            self.push(inner, &entry)?;
+            self.append(inner, op, ours, now)?;
         }
         Ok(())
     }
@@ -293,6 +334,13 @@ impl Plan {
                 self.lose(c.entry, Some((c.id(), c.step())), why);
             }
         }
+    }
+
+    /// Notes the data of ids that the log does not know.
+    fn name_unnamed(&mut self, survey: &Salvage) {
+        let is_known = |id| self.state.get(id).is_some() || self.state.dead(id).is_some();
+        let unknown = survey.stored.iter().filter(|(id, _)| !is_known(**id));
+        self.report.unnamed = unknown.map(|(id, stored)| (*id, stored.bytes)).collect();
     }
 
     fn lose(&mut self, entry: u64, what: Option<(CheckpointId, u64)>, why: String) {

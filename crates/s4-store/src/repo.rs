@@ -66,7 +66,9 @@ impl Repo {
 
     pub(crate) fn parse(key: &str, bytes: &[u8]) -> Result<Self> {
         let body = seal::unseal(bytes).ok_or_else(|| {
-            Error::corrupt(key, "its seal does not match: it is damaged, or not ours")
+            let what = "its seal does not match: it is damaged, or not ours; put `repo.json` back from \
+                        a copy, or move the rest away";
+            Error::corrupt(key, what)
         })?;
         let value: Value = serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))?;
         match value.get("min_reader").and_then(Value::as_u64) {
@@ -91,6 +93,8 @@ mod tests {
         let mut repo = Repo::new(Uuid::nil(), Mode::Many, ProbeReport::default(), "memory");
         let bytes = repo.to_bytes("repo.json").unwrap();
         assert_eq!(Repo::parse("repo.json", &bytes).unwrap(), repo);
+        let damaged = Repo::parse("repo.json", &bytes[1..]).unwrap_err();
+        assert!(damaged.to_string().contains("from a copy"), "{damaged}");
         repo.min_reader = 2;
         let bytes = repo.to_bytes("repo.json").unwrap();
         let error = Repo::parse("repo.json", &bytes).unwrap_err();

@@ -3,18 +3,20 @@
 //! Each readable entry carries its own hash, and the next entry names it, too; a view carries the
 //! hash of the entry that it ends with. So a bad entry loses only its own content: earlier entries
 //! keep their meaning, and later ones are applied as far as the rules of the log allow. A checkpoint
-//! published after the damage counts if its manifest is there; a checkpoint that a lost entry
-//! retired is listed again.
+//! that a lost entry retired is listed again, unless a later `abort` proves that it was retired. No
+//! checkpoint counts whose manifest is not there: a sweep may have deleted it after an entry that is
+//! lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use futures::{StreamExt, TryStreamExt};
 use s4_format::Digest;
 
-use crate::entry::Entry;
+use crate::entry::{Entry, Op};
 use crate::error::{Error, LogDamage, Result};
-use crate::id::CheckpointId;
+use crate::id::{CheckpointId, WriteId};
 use crate::layout::Part;
+use crate::reconstruct::proven_retires;
 use crate::state::State;
 use crate::store::Inner;
 
@@ -52,6 +54,18 @@ impl Slots {
         }
     }
 
+    /// Whether the entry after this one names another one, and this one does not name the one before
+    /// it: it is of another log.
+    pub(crate) fn is_stray(&self, n: u64) -> bool {
+        let good = |n: u64| match self.read.get(&n) {
+            Some(Slot::Good(entry, hash)) => Some((entry, hash)),
+            _ => None,
+        };
+        let Some((entry, hash)) = good(n) else { return false };
+        good(n.saturating_add(1)).is_some_and(|(next, _)| next.prev != *hash)
+            && good(n.saturating_sub(1)).is_none_or(|(_, before)| entry.prev != *before)
+    }
+
     /// Numbers up to `last` that are not taken.
     fn gaps(&self, last: u64) -> Vec<LogDamage> {
         let mut gaps = Vec::new();
@@ -66,13 +80,25 @@ impl Slots {
     }
 }
 
+/// What a listing shows of a checkpoint.
+#[derive(Debug, Default)]
+pub(crate) struct Stored {
+    /// The size of its manifest, if that is there.
+    manifest: Option<u64>,
+    /// The bytes of all its objects.
+    pub(crate) bytes: u64,
+}
+
 /// The outcome of a salvage: the log as it is stored, and the state that it proves.
 pub(crate) struct Salvage {
     pub(crate) slots: Slots,
     /// What the entries are applied to: a view, or nothing.
     pub(crate) anchor: State,
-    /// Entries that list a checkpoint whose manifest is not there.
+    /// Entries after the damage that list a checkpoint whose manifest is not there: perhaps they are
+    /// not of this log.
     pub(crate) void: BTreeSet<u64>,
+    /// What is stored below `ck/`, if the log is damaged.
+    pub(crate) stored: BTreeMap<CheckpointId, Stored>,
     pub(crate) state: State,
     pub(crate) damage: Vec<LogDamage>,
 }
@@ -117,31 +143,55 @@ impl Inner {
     }
 
     async fn weave(&self, slots: Slots, anchor: State) -> Result<Salvage> {
-        let mut void = BTreeSet::new();
+        let (mut void, mut stored) = (BTreeSet::new(), BTreeMap::new());
         let (mut state, mut damage) = weave(&anchor, &slots, &void);
         if let Some(first) = damage.iter().map(LogDamage::entry).min() {
-            void = self.without_manifest(&state, first).await?;
+            stored = self.stored().await?;
+            // Of two entries that do not fit, the earlier one may be the one that is not this log's.
+            let hollow = self.hollow(&state, &stored).await?;
+            let entries = hollow.iter().filter_map(|id| Some(state.get(*id)?.entry));
+            void = entries.filter(|n| *n > anchor.head() && n + 1 >= first).collect();
+            if !void.is_empty() {
+                (state, damage) = weave(&anchor, &slots, &void);
+            }
+            let hollow = self.hollow(&state, &stored).await?;
+            state.drop_hollow(&hollow);
         }
-        if !void.is_empty() {
-            (state, damage) = weave(&anchor, &slots, &void);
-        }
-        Ok(Salvage { slots, anchor, void, state, damage })
+        Ok(Salvage { slots, anchor, void, stored, state, damage })
     }
 
-    /// Entries from `first` on that list a checkpoint whose manifest is not there.
-    async fn without_manifest(&self, state: &State, first: u64) -> Result<BTreeSet<u64>> {
-        // Of two entries that do not fit, the earlier one may be the one that is not this log's.
-        let listed = state.live.values().filter(|c| c.entry + 1 >= first);
-        let look = |(id, len, entry): (CheckpointId, u64, u64)| async move {
+    async fn stored(&self) -> Result<BTreeMap<CheckpointId, Stored>> {
+        let mut all: BTreeMap<CheckpointId, Stored> = BTreeMap::new();
+        for meta in self.io.list(&self.layout.checkpoints(), None).await? {
+            let Some((id, part)) = self.layout.parse_part(&meta.location) else { continue };
+            let stored = all.entry(id).or_default();
+            stored.bytes += meta.size;
+            if part == Part::Manifest {
+                stored.manifest = Some(meta.size);
+            }
+        }
+        Ok(all)
+    }
+
+    /// Listed checkpoints whose manifest is not there. A listing may be stale, so those that it
+    /// misses are looked up.
+    pub(crate) async fn hollow(
+        &self,
+        state: &State,
+        stored: &BTreeMap<CheckpointId, Stored>,
+    ) -> Result<Vec<CheckpointId>> {
+        let listed = state.live.values().map(|c| (c.id(), c.about.manifest_len));
+        let is_there = |id, len| stored.get(&id).is_some_and(|s| s.manifest == Some(len));
+        let wanted: Vec<_> = listed.filter(|(id, len)| !is_there(*id, *len)).collect();
+        let look = |(id, len): (CheckpointId, u64)| async move {
             match self.io.head(&self.layout.part(id, Part::Manifest)).await {
-                Ok(meta) => Ok((meta.size != len).then_some(entry)),
-                Err(Error::Missing { .. }) => Ok(Some(entry)),
+                Ok(meta) => Ok((meta.size != len).then_some(id)),
+                Err(Error::Missing { .. }) => Ok(Some(id)),
                 Err(e) => Err(e),
             }
         };
-        let wanted: Vec<_> = listed.map(|c| (c.id(), c.about.manifest_len, c.entry)).collect();
         let looks = futures::stream::iter(wanted).map(look).buffered(self.concurrency());
-        looks.try_filter_map(|entry| async move { Ok(entry) }).try_collect().await
+        looks.try_filter_map(|id| async move { Ok(id) }).try_collect().await
     }
 }
 
@@ -149,6 +199,9 @@ impl Inner {
 fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<LogDamage>) {
     let mut state = anchor.clone();
     let mut damage = slots.gaps(slots.taken.last().copied().unwrap_or(0).max(anchor.head()));
+    let counts = |n: u64| n > anchor.head() && !void.contains(&n);
+    let ops = slots.good().filter(|e| counts(e.n)).map(|e| (e.n, &e.op, false));
+    let mut retires = proven_retires(anchor, ops);
     // The hash that the next entry must name, if it is known.
     let mut link = None;
     let mut at = 0;
@@ -175,9 +228,13 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
                 if *n > anchor.head() {
                     state.head = *n;
                     state.head_hash = *hash;
+                    while let Some(first) = retires.first_entry().filter(|e| e.key() < n) {
+                        let (at, ids) = first.remove_entry();
+                        state.salvage(&proven_retire(at, ids));
+                    }
                     if !void.contains(n) {
                         // An entry that breaks a rule has no effect, as always.
-                        let _ = state.salvage(entry);
+                        state.salvage(entry);
                     }
                 }
             }
@@ -186,4 +243,11 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
     state.settle();
     damage.sort_by_key(LogDamage::entry);
     (state, damage)
+}
+
+/// An entry that was lost, as far as later ones prove it.
+fn proven_retire(n: u64, ids: Vec<CheckpointId>) -> Entry {
+    let write_id = WriteId::new(uuid::Uuid::nil());
+    let op = Op::Retire { ids, reason: String::new() };
+    Entry { v: op.version(), n, prev: Digest::of(&[]), write_id, at_ms: 0, op }
 }

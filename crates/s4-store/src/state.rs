@@ -271,16 +271,48 @@ impl State {
     }
 
     /// Applies an entry of a log that is damaged before it: the entry need not follow this state,
-    /// and of the checkpoints that it retires only listed ones are retired. Returns the operation
-    /// that took effect.
-    pub(crate) fn salvage(&mut self, entry: &Entry) -> std::result::Result<Op, Conflict> {
+    /// and of the checkpoints that it retires or gives up, only those are that can be. Returns the
+    /// operation that took effect, if any did, and what did not.
+    pub(crate) fn salvage(&mut self, entry: &Entry) -> (Option<Op>, Vec<Conflict>) {
         let mut entry = entry.clone();
-        if let Op::Retire { ids, .. } = &mut entry.op {
-            ids.retain(|id| self.live.contains_key(id));
+        let mut refused = Vec::new();
+        let none_left = match &mut entry.op {
+            Op::Retire { ids, .. } => {
+                ids.retain(|id| self.live.contains_key(id));
+                // Leaving one out may make another one needed.
+                while let Err(conflict) = self.check_retire(ids) {
+                    let (Conflict::Pinned(bad) | Conflict::Needed { id: bad, .. }) = conflict
+                    else {
+                        break;
+                    };
+                    ids.retain(|id| *id != bad);
+                    refused.push(conflict);
+                }
+                ids.is_empty()
+            }
+            Op::Abort { ids } => {
+                ids.retain(|id| self.check_abort(*id).map_err(|e| refused.push(e)).is_ok());
+                ids.is_empty()
+            }
+            _ => false,
+        };
+        if none_left && !refused.is_empty() {
+            return (None, refused);
         }
-        self.check(&entry.op)?;
+        if let Err(conflict) = self.check(&entry.op) {
+            refused.push(conflict);
+            return (None, refused);
+        }
         self.change(&entry);
-        Ok(entry.op)
+        (Some(entry.op), refused)
+    }
+
+    /// Takes checkpoints that cannot be restored off the list, and all deltas of them.
+    pub(crate) fn drop_hollow(&mut self, hollow: &[CheckpointId]) {
+        let deltas = self.descendants(hollow);
+        for id in deltas.iter().chain(hollow) {
+            self.remove(*id);
+        }
     }
 
     /// Carries out an entry that was checked already; its number need not be the next one.

@@ -18,7 +18,7 @@ use crate::store::Inner;
 const VERSION: u32 = 1;
 
 /// A view that is larger is not read.
-const MAX_VIEW: u64 = 1 << 30;
+pub(crate) const MAX_VIEW: u64 = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
 struct View {

@@ -17,7 +17,7 @@ use crate::levels::{Level, Levels};
 use crate::parent::{Parent, ParentRange};
 use crate::recall::Recall;
 
-/// How many tensors' samples are requested at once where answers are slow.
+/// How many tensors' samples are requested at once where answers are slow; fewer tensors are looked up by one thread.
 const TOGETHER: usize = 64;
 
 /// Why a call of an engine failed.
@@ -184,7 +184,11 @@ impl<'a> ParentInputs<'a> {
                 None => Place::Values { tensor, chunk_log2 },
             }))
         };
-        self.places = plans.iter().map(place).collect::<Result<_>>()?;
+        self.places = match self.pool.filter(|_| on_device && plans.len() > TOGETHER) {
+            // For each tensor, its blocks along the chain are read and parsed.
+            Some(pool) => pool.install(|| plans.par_iter().map(place).collect::<Result<_>>())?,
+            None => plans.iter().map(place).collect::<Result<_>>()?,
+        };
         Ok(())
     }
 

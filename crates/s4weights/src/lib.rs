@@ -94,7 +94,7 @@ pub use s4_engine::cuda;
 pub use s4_engine::{CpuEngine, DeviceMemory, Preset, TensorView, Values};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
-pub use s4_store::{Cause, is_url, redact_url};
+pub use s4_store::{Cause, check_url, is_url, redact_url};
 pub use slice::{Slice, View};
 pub use write::TensorSource;
 pub use writer::{Contents, Writer, Written};

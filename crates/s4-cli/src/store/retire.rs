@@ -1,5 +1,7 @@
 //! `retire`: takes checkpoints off the list, and deletes nothing.
 
+use std::num::NonZeroUsize;
+
 use clap::Args;
 use s4weights::store::{Best, Checkpoint, CheckpointId, Retention, State};
 use serde::Serialize;
@@ -16,7 +18,7 @@ pub(crate) struct Choice {
     which: Vec<String>,
     /// Keep the newest N
     #[arg(long, value_name = "N")]
-    keep_last: Option<usize>,
+    keep_last: Option<NonZeroUsize>,
     /// Keep steps that are a multiple of K
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
     keep_every: Option<u64>,
@@ -33,7 +35,7 @@ fn best(text: &str) -> std::result::Result<Best, String> {
         Some("min") => false,
         _ => return Err(form()),
     };
-    let count = parts.next().and_then(|n| n.parse().ok()).ok_or_else(form)?;
+    let count = parts.next().and_then(|n| n.parse::<NonZeroUsize>().ok()).ok_or_else(form)?.get();
     let metric = parts.next().filter(|m| !m.is_empty()).ok_or_else(form)?.to_owned();
     Ok(Best { metric, count, larger })
 }
@@ -95,7 +97,7 @@ pub(crate) fn retire(args: &StoreArgs, choice: &Choice, reason: &str, dry_run: b
 impl Choice {
     fn policy(&self) -> Retention {
         Retention {
-            keep_last: self.keep_last,
+            keep_last: self.keep_last.map(NonZeroUsize::get),
             keep_every: self.keep_every,
             best: self.keep_best.clone(),
             protect: vec![],

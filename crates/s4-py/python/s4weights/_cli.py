@@ -48,6 +48,8 @@ _PIECES = (
 )
 
 _NO_TEXT = "a name is not text: UTF-8 expected"
+#: Signals that stop a command.
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class _UsageError(Exception):
@@ -111,17 +113,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     convert = None if line.has("--help") else _converter(line)
     if convert is not None:
         return _run(line, convert)
-    # Ctrl-C can only stop the native program through the system's default action.
+    # The native program has its own handlers while it runs: Python's would wait until it is done.
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+    before = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
+    if is_main:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        return _core.command_line(arguments)
+        return _core.command_line(arguments, is_main)
     except UnicodeEncodeError:
         print(f"s4w: {_NO_TEXT}", file=sys.stderr)
         return EXIT_USAGE
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def _converter(line: _Line) -> Callable[[_Line], str] | None:
@@ -166,6 +171,8 @@ def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
             warnings.simplefilter("ignore")
         warnings.showwarning = _warn
         try:
+            for name in line.names:
+                name.encode()  # An error for names that are no text, as of the native program.
             print(_visible(convert(line)))
             return 0
         except _UsageError as e:

@@ -70,7 +70,7 @@ def is_whole(tail: bytes, size: int) -> bool:
 def is_url(text: str) -> bool:
     """Whether a text is the URL of an object store or a ``file:`` URL rather than a path."""
 
-def command_line(arguments: Sequence[str]) -> int:
+def command_line(arguments: Sequence[str], signals: bool) -> int:
     """Runs ``s4w`` with these arguments; returns its exit code."""
 
 def write_tree(obj: object, number: Callable[[Any, str], int]) -> str | None:

@@ -9,7 +9,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _core, _pickled
 from ._collection import NoCollection
@@ -95,6 +95,7 @@ def load(
         if keys is not None:
             require_s4w(source)
         if source.is_safetensors:
+            check_pickle_arguments("load", pickle_module, pickle_load_args)
             return _load_safetensors(source.file, map_location)
         arguments = dict(pickle_load_args, weights_only=weights_only, mmap=mmap)
         return call_original("load", source.file, map_location, pickle_module, **arguments)
@@ -257,18 +258,41 @@ def build(
     map_location: Any,
     pickle_module: Any,
     pickle_load_args: dict[str, Any],
+    stand_ins: _pickled.StandIns | None = None,
 ) -> Any:
     """The object that a file holds."""
     form = reader.form()
     if form == "pickle":
         stream = reader.blob("pickle")
-        return _pickled.load(stream, storages, map_location, pickle_module, pickle_load_args)
+        return _pickled.load(
+            stream, storages, map_location, pickle_module, pickle_load_args, stand_ins
+        )
     decoder = TreeDecoder(storages)
     storages.defer()
     with NoCollection():
         obj = decoder.decode(tree) if form == "tree" and tree is not None else decoder.tensors()
     storages.fill()
     return obj
+
+
+class Layouts(NamedTuple):
+    """The object of a file, with tensors that have no values: they are on the device "meta"."""
+
+    obj: Any
+    #: The indices of the storages in the file, by identity.
+    numbers: dict[int, int]
+    #: Tensors that stand for others.
+    stand_ins: _pickled.StandIns
+
+
+def layouts_of(reader: _core.Reader, weights_only: bool | None) -> Layouts:
+    """Builds the object of a file without reading any values."""
+    compute, progress = Compute("cpu", None), Progress(None, 0, "load")
+    storages = StorageReader(reader, reader.tensors(), "meta", progress, compute)
+    pickle_module, stand_ins = choose_unpickler(None, weights_only, {}), _pickled.StandIns()
+    arguments = {"encoding": "utf-8"}
+    obj = build(reader, reader.tree(), storages, "meta", pickle_module, arguments, stand_ins)
+    return Layouts(obj, storages.numbers(), stand_ins)
 
 
 def _load_safetensors(f: FileLike, map_location: Any) -> Any:

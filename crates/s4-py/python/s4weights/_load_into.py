@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from itertools import pairwise
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._collection import NoCollection
 from ._device import HOST, Compute, place
 from ._errors import MismatchError
-from ._load import build, choose_unpickler
-from ._names import join, tensors_by_path
+from ._load import Layouts, layouts_of
+from ._names import join, tensors_by_path, walk_modules
 from ._progress import Progress, ProgressArgument
 from ._save import require_little_endian
 from ._sources import FileLike, open_source, require_s4w
-from ._storages import StorageReader, covering_shape, read_batch
+from ._storages import covering_shape, read_batch
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,9 @@ def load_into(
 
     Raises:
         TypeError: neither of the first two arguments is a file.
-        MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be
-            filled (sparse, quantized, distributed). No tensor was touched.
+        MismatchError: names, dtypes or shapes differ; or a tensor is of a kind that cannot be
+            filled (sparse, quantized, distributed); or tensors share memory, and those in the file
+            do not. No tensor was touched.
         S4Error: any other failure, as in `load`. The tensors' values are then unspecified.
     """
     state_dict, f = _in_order(state_dict, f)
@@ -90,8 +91,9 @@ def load_into(
     source = require_s4w(open_source(f, storage_options, threads))
     with NoCollection():
         targets = tensors_by_path(state_dict)
-        saved, numbers = _saved(source, weights_only, compute)
-        pairs = _pair(targets, saved, numbers, strict, _extra_state(state_dict))
+        layouts = layouts_of(source, weights_only)
+        saved = tensors_by_path(layouts.obj)
+        pairs = _pair(state_dict, targets, saved, layouts, strict)
     tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
     try:
         _fill(source, compute, pairs, tracker)
@@ -107,7 +109,6 @@ def load_into(
 def match(
     state_dict: Any,
     source: _core.Reader,
-    compute: Compute,
     *,
     strict: bool = True,
     weights_only: bool | None = True,
@@ -117,8 +118,9 @@ def match(
     Raises:
         MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled.
     """
-    saved, numbers = _saved(source, weights_only, compute)
-    return _pair(tensors_by_path(state_dict), saved, numbers, strict, _extra_state(state_dict))
+    layouts = layouts_of(source, weights_only)
+    saved = tensors_by_path(layouts.obj)
+    return _pair(state_dict, tensors_by_path(state_dict), saved, layouts, strict)
 
 
 def _in_order(state_dict: Any, f: Any) -> tuple[Any, FileLike]:
@@ -137,36 +139,28 @@ def _is_file(f: Any) -> bool:
     return isinstance(f, (str, os.PathLike)) or callable(getattr(f, "read", None))
 
 
-def _saved(
-    source: _core.Reader, weights_only: bool | None, compute: Compute
-) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
-    """The file's tensors, without values, by key path, and the indices of their storages."""
-    storages = StorageReader(source, source.tensors(), "meta", Progress(None, 0, "load"), compute)
-    pickle_module = choose_unpickler(None, weights_only, {})
-    obj = build(source, source.tree(), storages, "meta", pickle_module, {"encoding": "utf-8"})
-    return tensors_by_path(obj), storages.numbers()
-
-
 def _pair(
+    state_dict: Any,
     targets: dict[str, torch.Tensor],
     saved: dict[str, torch.Tensor],
-    numbers: dict[int, int],
+    layouts: Layouts,
     strict: bool,
-    beside: tuple[str, ...],
 ) -> list[Pair]:
     problems = []
     if strict:
         problems += [f"`{path}` is not in the file" for path in targets.keys() - saved.keys()]
-        only = (path for path in saved.keys() - targets.keys() if not path.startswith(beside))
-        problems += [f"`{path}` is in the file only" for path in only]
+        only = saved.keys() - targets.keys()
+        beside = _extra_state(state_dict) if only else ()
+        problems += [f"`{path}` is in the file only" for path in only if not path.startswith(beside)]
     pairs = []
     for path in (path for path in targets if path in saved):
         target, there = targets[path], saved[path]
-        differs = _difference(target, there)
+        differs = _difference(target, there, layouts)
         if differs:
             problems.append(f"`{path}` {differs}")
         else:
-            pairs.append(Pair(path, target, there, numbers[there.untyped_storage()._cdata]))
+            number = layouts.numbers[there.untyped_storage()._cdata]
+            pairs.append(Pair(path, target, there, number))
     if not problems:
         problems = _shared(pairs)
     if problems:
@@ -176,69 +170,138 @@ def _pair(
     return pairs
 
 
-def _extra_state(obj: Any, path: str = "") -> tuple[str, ...]:
+def _extra_state(obj: Any) -> tuple[str, ...]:
     """The path prefixes of the extra state of modules: modules load that themselves, so tensors
     below these paths may be in the file only.
     """
     import torch
 
-    if isinstance(obj, torch.nn.Module):
-        state = obj.state_dict(keep_vars=True)
+    prefixes = []
+    for path, module in walk_modules(obj):
+        state = module.state_dict(keep_vars=True)
         names = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        return tuple(f"{join(path, name)}." for name in names)
-    if not isinstance(obj, dict):
-        return ()
-    return tuple(p for key, value in obj.items() for p in _extra_state(value, join(path, key)))
+        prefixes += [f"{join(path, name)}." for name in names]
+    return tuple(prefixes)
 
 
-def _difference(target: torch.Tensor, saved: torch.Tensor) -> str | None:
+def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> str | None:
     """Why a tensor cannot be filled with the saved one; ``None`` if it can."""
+    import torch
+
+    for tensor, where in ((target, ""), (saved, " in the file")):
+        kind = _unusual(tensor, layouts)
+        if kind:
+            return f"is {kind}{where}: load the file and copy it yourself"
     if target.dtype != saved.dtype or target.shape != saved.shape:
         return (
             f"is {target.dtype} {list(target.shape)}, in the file {saved.dtype} {list(saved.shape)}"
         )
-    for tensor, where in ((target, ""), (saved, " in the file")):
-        kind = _unusual(tensor)
-        if kind:
-            return f"is {kind}{where}: load the file and copy it yourself"
-    return "has no memory" if target.device.type == "meta" else None
+    if target.device.type == "meta":
+        return "has no memory"
+    last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
+    needed = (target.storage_offset() + last + 1) * target.itemsize if target.numel() else 0
+    if needed > target.untyped_storage().nbytes():
+        return "has no memory for all of its elements: its storage was freed or made smaller"
+    if torch._debug_has_internal_overlap(target) == 1:
+        return "has one place in memory for several elements"
+    there = saved.untyped_storage()._cdata in layouts.numbers
+    return None if there else "has no values in the file"
 
 
-def _unusual(tensor: torch.Tensor) -> str | None:
+def _unusual(tensor: torch.Tensor, layouts: Layouts) -> str | None:
     """The kind of a tensor that is anything but strided elements of a single storage."""
     import torch
 
+    if torch.nn.parameter.is_lazy(tensor):
+        return "not initialized"
     if tensor.layout is not torch.strided:
         return f"of layout {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_quantized:
-        return "quantized"
+        return f"quantized ({str(tensor.dtype).removeprefix('torch.')})"
     if tensor.is_nested:
         return "a nested tensor"
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    return None if type(tensor) in plain else f"a {type(tensor).__name__}"
+    if type(tensor) in plain:
+        return None
+    return layouts.stand_ins.kind(tensor) or f"a {type(tensor).__name__}"
+
+
+class _Span(NamedTuple):
+    """The bytes between the first and the last element of a tensor to be filled."""
+
+    device: str
+    start: int
+    end: int
+    pair: Pair
+    #: For each dimension of more than one element: the steps in bytes, of the tensor and in the file.
+    steps: list[tuple[int, int, int]]
+
+
+def _span(pair: Pair) -> _Span:
+    target, saved, item = pair.target, pair.saved, pair.target.itemsize
+    dimensions = zip(target.shape, target.stride(), saved.stride(), strict=True)
+    steps = [(size, a * item, b * item) for size, a, b in dimensions if size > 1]
+    start = target.data_ptr()
+    return _Span(str(target.device), start, start + _extent(steps) + item, pair, steps)
+
+
+def _extent(steps: list[tuple[int, int, int]], period: int = 0) -> int:
+    """The bytes from the first element to the last, without steps that are multiples of ``period``."""
+    return sum((size - 1) * step for size, step, _ in steps if not period or step % period)
 
 
 def _shared(pairs: list[Pair]) -> list[str]:
     """Problems with tensors that share memory but are different tensors in the file."""
-    spans = []
-    for pair in pairs:
-        if pair.target.is_contiguous() and pair.target.nbytes:
-            start = pair.target.data_ptr()
-            spans.append((str(pair.target.device), start, start + pair.target.nbytes, pair))
-    spans.sort(key=lambda span: span[:3])
+    spans = sorted((_span(pair) for pair in pairs if pair.target.nbytes), key=lambda span: span[:3])
     problems = []
-    for (device, start, end, a), (next_device, next_start, next_end, b) in pairwise(spans):
-        same = (start, end) == (next_start, next_end) and _same_values(a, b)
-        if device == next_device and next_start < end and not same:
-            problems.append(f"`{a.path}` and `{b.path}` share memory, but not in the file")
+    before: list[_Span] = []
+    for span in spans:
+        before = [a for a in before if a.device == span.device and a.end > span.start]
+        for a in before:
+            if not (_apart(a, span) or _alike(a, span)):
+                names = f"`{a.pair.path}` and `{span.pair.path}`"
+                problems.append(f"{names} share memory, but not in the file")
+        before.append(span)
     return problems
 
 
-def _same_values(a: Pair, b: Pair) -> bool:
-    return a.number == b.number and (a.saved.storage_offset(), a.saved.stride()) == (
-        b.saved.storage_offset(),
-        b.saved.stride(),
-    )
+def _apart(a: _Span, b: _Span) -> bool:
+    """Whether two tensors take turns in memory, as rows ``[::2]`` and ``[1::2]`` do, or columns
+    ``[:, :4]`` and ``[:, 4:]``: in a period of some bytes, each has a part of its own.
+    """
+    steps = {step for _, step, _ in a.steps + b.steps}
+    for period in steps | {gcd(*steps)}:
+        ahead = (b.start - a.start) % period if period else 0
+        if (
+            ahead >= _extent(a.steps, period) + a.pair.target.itemsize
+            and period - ahead >= _extent(b.steps, period) + b.pair.target.itemsize
+        ):
+            return True
+    return False
+
+
+def _alike(a: _Span, b: _Span) -> bool:
+    """Whether two tensors share memory in the file just as they do here."""
+    if a.pair.number != b.pair.number:
+        return False
+    flips, flips_b = _flips(a.pair), _flips(b.pair)
+    ahead = _offset(b.pair.saved) - _offset(a.pair.saved)
+    if not any(flips + flips_b) and all(here == there for _, here, there in a.steps + b.steps):
+        return ahead == b.start - a.start
+    # The memory is arranged differently, but each element of one is an element of the other.
+    same = a.start == b.start and ahead == 0 and sorted(a.steps) == sorted(b.steps)
+    return same and flips == flips_b and a.pair.target.dtype == b.pair.target.dtype
+
+
+def _flips(pair: Pair) -> tuple[bool, bool]:
+    """Which signs of the stored bytes change in memory: imaginary parts', all."""
+    target, saved = pair.target, pair.saved
+    return target.is_conj() != saved.is_conj(), target.is_neg() != saved.is_neg()
+
+
+def _offset(saved: torch.Tensor) -> int:
+    """Where a saved tensor begins in its storage, in bytes."""
+    return int(saved.storage_offset() * saved.itemsize)
 
 
 def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: Progress) -> None:
@@ -255,19 +318,19 @@ def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: P
             direct[pair.number] = pair.target
             requests.append((pair.number, pair.target.data_ptr(), pair.target.nbytes, where))
     read_batch(reader, compute, requests, progress)
-    with torch.no_grad():
-        for target in direct.values():
-            if not target.is_inference():
-                torch.autograd.graph.increment_version(target)
-        for pair in later:
-            _copy(reader, pair, direct.get(pair.number), progress)
+    for target in direct.values():
+        if not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+    for pair in later:
+        _copy(reader, pair, direct.get(pair.number), progress)
 
 
 def direct_place(pair: Pair, compute: Compute) -> tuple[int, int] | None:
     """Where the tensor's memory is, if the stored bytes can be read straight into it."""
     target, saved = pair.target, pair.saved
     whole = covering_shape(saved) is not None and target.is_contiguous()
-    if not whole or target.is_conj() or target.is_neg() or target.is_quantized:
+    # The stored bytes of conjugated and negated views are not their values.
+    if not whole or any(t.is_conj() or t.is_neg() for t in (target, saved)):
         return None
     if target.device.type == "cpu":
         return HOST
@@ -283,9 +346,10 @@ def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress
     import torch
 
     target, saved = pair.target, pair.saved
-    if other is not None and other.dtype == target.dtype and covering_shape(saved) is not None:
+    as_stored = covering_shape(saved) is not None and not saved.is_conj() and not saved.is_neg()
+    if other is not None and other.dtype == target.dtype and as_stored:
         if other.data_ptr() != target.data_ptr() or other.device != target.device:
-            target.copy_(other.reshape(target.shape))
+            set_values(target, other.reshape(target.shape))
         return
     nbytes = saved.untyped_storage().nbytes()
     storage = torch.UntypedStorage(nbytes)
@@ -294,5 +358,16 @@ def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress
     values = torch.empty(0, dtype=saved.dtype, device="cpu").set_(
         storage, saved.storage_offset(), saved.shape, saved.stride()
     )
-    target.copy_(values)
+    values = values.conj() if saved.is_conj() else values
+    values = torch._neg_view(values) if saved.is_neg() else values
+    set_values(target, values)
     progress.advance(target.nbytes)
+
+
+def set_values(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies values into a tensor, whatever mode it was made in."""
+    import torch
+
+    # Tensors made in inference mode can be changed in it only.
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(values)

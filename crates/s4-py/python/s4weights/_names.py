@@ -69,29 +69,54 @@ def walk_tensors(
     """
     import torch
 
-    nothing: frozenset[int] = frozenset()
+    if as_state:
+        for path, obj in _walk_state(root):
+            if isinstance(obj, torch.Tensor):
+                yield path, obj
+            else:
+                # State dicts of lazy modules, or of modules with hooks, may hold other values.
+                state = obj.state_dict(keep_vars=True)
+                tensors = [(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
+                yield from ((join(path, name), tensor) for name, tensor in tensors)
+        return
     seen: set[int] = set()
     visits = 0
-    # Each path with the ids of the objects on the way to it, so that cycles end.
-    todo: deque[tuple[str, Any, frozenset[int]]] = deque([("", root, nothing)])
-    while todo and (as_state or visits < MAX_VISITS):
-        path, obj, above = todo.popleft()
-        if isinstance(obj, _LEAVES) or id(obj) in (above if as_state else seen):
+    todo: deque[tuple[str, Any]] = deque([("", root)])
+    while todo and visits < MAX_VISITS:
+        path, obj = todo.popleft()
+        if isinstance(obj, _LEAVES) or id(obj) in seen:
             continue
         visits += 1
-        if as_state and isinstance(obj, torch.Tensor):
-            yield path, obj
-            continue
-        if as_state and isinstance(obj, torch.nn.Module):
-            # State dicts of lazy modules, or of modules with hooks, may hold other values.
-            state = obj.state_dict(keep_vars=True)
-            tensors = [(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
-            yield from ((join(path, name), tensor) for name, tensor in tensors)
-            continue
         seen.add(id(obj))
         if isinstance(obj, torch.Tensor):
             yield from ((join(path, p) if p else path, t) for p, t in _parts(obj))
-        above = above | {id(obj)} if as_state else nothing
+        children = [(join(path, k), v) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES]
+        todo.extendleft(reversed(children))
+
+
+def walk_modules(root: object) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules whose state dicts `walk_tensors` walks with ``as_state``, with their paths."""
+    import torch
+
+    return ((path, obj) for path, obj in _walk_state(root) if isinstance(obj, torch.nn.Module))
+
+
+def _walk_state(root: object) -> Iterator[tuple[str, Any]]:
+    """Every tensor and module that containers and attributes lead to, once per path to it. The
+    parts of modules are left out.
+    """
+    import torch
+
+    # Each path with the ids of the objects on the way to it, so that cycles end.
+    todo: deque[tuple[str, Any, frozenset[int]]] = deque([("", root, frozenset())])
+    while todo:
+        path, obj, above = todo.popleft()
+        if isinstance(obj, _LEAVES) or id(obj) in above:
+            continue
+        if isinstance(obj, (torch.Tensor, torch.nn.Module)):
+            yield path, obj
+            continue
+        above = above | {id(obj)}
         children = [
             (join(path, k), v, above) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES
         ]
@@ -126,7 +151,8 @@ def _children(obj: Any) -> list[tuple[object, Any]]:
     if type(obj) in (list, tuple):
         return [*enumerate(obj)]
     if isinstance(obj, dict):
-        out += obj.items()
+        # Not `obj.items()`: an attribute of that name may hide the method.
+        out += type(obj).items(obj)
     elif isinstance(obj, (list, tuple, deque)):
         names = getattr(type(obj), "_fields", None) or range(len(obj))
         out += zip(names, obj, strict=False)

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from . import _core
-from ._device import Compute
-from ._load import build, choose_unpickler
+from ._errors import LimitError
+from ._load import layouts_of
 from ._names import unique, walk_tensors
-from ._progress import Progress
 from ._save import require_little_endian
 from ._sources import FileLike, is_url, open_source, require_s4w
-from ._storages import StorageReader
 from ._torch import require_torch
 
 if TYPE_CHECKING:
@@ -45,16 +43,12 @@ class File(Mapping[str, Any]):
         self._name = name
         self._reader: _core.Reader | None = reader
         self._device = torch.device("cpu" if device is None else device)
-        compute, no_progress = Compute("cpu", None), Progress(None, 0, "load")
-        storages = StorageReader(reader, reader.tensors(), "meta", no_progress, compute)
-        arguments = {"encoding": "utf-8"}
-        pickle_module = choose_unpickler(None, weights_only, {})
-        obj = build(reader, reader.tree(), storages, "meta", pickle_module, arguments)
-        numbers = storages.numbers()
+        layouts = layouts_of(reader, weights_only)
         self._saved: dict[str, _Saved] = {}
-        for path, tensor in walk_tensors(obj, as_state=True):
-            if tensor.layout is torch.strided and not tensor.is_quantized:
-                number = numbers.get(tensor.untyped_storage()._cdata)
+        for path, tensor in walk_tensors(layouts.obj, as_state=True):
+            if not torch.nn.parameter.is_lazy(tensor) and tensor.layout is torch.strided:
+                # Tensors that stand for others are on storages that the file does not have.
+                number = layouts.numbers.get(tensor.untyped_storage()._cdata)
                 if number is not None:
                     self._saved[unique(path, self._saved)] = _Saved(tensor, number)
 
@@ -132,11 +126,21 @@ class Slice:
         steps), ``None`` and ``...``, with the same meaning as for a tensor. For a list, everything
         from its smallest to its largest index is read.
         """
+        saved = self._saved.tensor
+        ranges, rest = ranges_of(index, saved.shape, self._key)
+        try:
+            part = self._values(ranges, rest)
+        except RuntimeError as error:
+            # A tensor of few stored values may be expanded to any size.
+            raise LimitError(f"no memory for `{self._key}`: {error}") from error
+        return part.to(self._file._device)
+
+    def _values(self, ranges: list[tuple[int, int]], rest: tuple[Any, ...]) -> torch.Tensor:
+        """Reads what `ranges_of` returned, into host memory."""
         import torch
 
         saved, number = self._saved
         item = saved.element_size()
-        ranges, rest = ranges_of(index, saved.shape, self._key)
         if not saved.is_contiguous():
             # Not contiguous: its whole storage is read.
             nbytes = saved.untyped_storage().nbytes()
@@ -154,8 +158,7 @@ class Slice:
             part = part[rest]
             part = part if part.is_contiguous() else part.contiguous()
         part = part.conj() if saved.is_conj() else part
-        part = torch._neg_view(part) if saved.is_neg() else part
-        return part.to(self._file._device)
+        return torch._neg_view(part) if saved.is_neg() else part
 
     def _read(
         self,
@@ -181,12 +184,13 @@ def ranges_of(
     if missing < 0:
         raise IndexError(f"too many indices for `{key}` of {len(shape)} dimensions")
     at = dots[0] if dots else len(items)
-    items[at : at + len(dots)] = [slice(None)] * missing
+    # Where an ellipsis stands for no dimension, it still tells NumPy how to arrange the result.
+    items[at : at + (1 if missing else 0) * len(dots)] = [slice(None)] * missing
     ranges: list[tuple[int, int]] = []
     rest: list[Any] = []
     for one in items:
-        if one is None:
-            rest.append(None)
+        if one is None or one is ...:
+            rest.append(one)
             continue
         bounds, left = _range_of(one, shape[len(ranges)], len(ranges))
         ranges.append(bounds)

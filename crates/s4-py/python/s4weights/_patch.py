@@ -9,21 +9,38 @@ from typing import Any
 
 from ._load import get_unsafe_globals, load
 from ._save import check_preset, save
+from ._sources import check_threads
 from ._torch import OURS, original, require_torch
 
 _lock = threading.Lock()
-#: What `unpatch` restores: modules, names and functions for each patch, the latest one last.
-_before: list[list[tuple[Any, str, Any]]] = []
+#: The active patches, the latest one last.
+_active: list[Patch] = []
 
 
 class Patch:
     """An active patch. As a context manager, it lasts until the block ends."""
 
+    def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
+        #: What is restored at its end: modules, names and functions.
+        self._before = before
+
     def __enter__(self) -> Patch:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        unpatch()
+        with _lock:
+            if self in _active:
+                self._remove()
+
+    def _remove(self) -> None:
+        at = _active.index(self)
+        del _active[at]
+        if at < len(_active):
+            # A later patch stays in place. At its end it restores what this one would have.
+            _active[at]._before = self._before
+            return
+        for module, name, function in self._before:
+            setattr(module, name, function)
 
 
 def patch(**options: Any) -> Patch:
@@ -57,6 +74,7 @@ def patch(**options: Any) -> Patch:
         raise TypeError(f"patch() got an unexpected keyword argument {min(unknown)!r}")
     if "preset" in options:
         check_preset(options["preset"])
+    check_threads(options.get("threads"))
     of_load = {name: value for name, value in options.items() if name != "preset"}
     new_save = _replacing("save", save, options)
     new_load = _replacing("load", load, of_load)
@@ -75,17 +93,18 @@ def patch(**options: Any) -> Patch:
         (torch.serialization, look.__name__, new_look),
     ]
     with _lock:
-        _before.append([(module, name, getattr(module, name)) for module, name, _ in new])
+        done = Patch([(module, name, getattr(module, name)) for module, name, _ in new])
+        _active.append(done)
         for module, name, function in new:
             setattr(module, name, function)
-    return Patch()
+    return done
 
 
 def unpatch() -> None:
     """Undoes the last `patch`. Does nothing if there is none."""
     with _lock:
-        for module, name, function in _before.pop() if _before else ():
-            setattr(module, name, function)
+        if _active:
+            _active[-1]._remove()
 
 
 def _replacing(name: str, ours: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

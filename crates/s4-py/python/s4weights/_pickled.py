@@ -8,14 +8,16 @@ one.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import io
 import pickle
 import reprlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._errors import CorruptDataError, S4Error, UnsafeLoadError
+from ._errors import CorruptDataError, S4Error, UnsafeLoadError, UnsupportedFormatError
 from ._explain import find_refused, is_broken
 from ._names import walk_tensors
 from ._storages import (
@@ -26,6 +28,9 @@ from ._storages import (
     is_strided,
     require_storage,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 #: Modules from which classes have moved since old files were written.
 _MOVED = {"torch.tensor": "torch._tensor"}
@@ -96,24 +101,100 @@ def _hints(obj: object) -> dict[int, Hint]:
     return hints
 
 
+class StandIns:
+    """Builds other tensors in place of quantized and nested ones, which PyTorch cannot have on the
+    device "meta". As a context manager it does so on this thread.
+    """
+
+    def __init__(self) -> None:
+        # With the tensors themselves, so that no other storage gets the identity of theirs.
+        self._made: dict[int, tuple[str, torch.Tensor]] = {}
+        self._mode: Any = None
+
+    def kind(self, tensor: torch.Tensor) -> str | None:
+        """What kind of tensor it stands for; ``None`` if it is what was saved."""
+        made = self._made.get(tensor.untyped_storage()._cdata)
+        return None if made is None else made[0]
+
+    def make(self, kind: str, shape: Any) -> torch.Tensor:
+        """A tensor that stands for one of this kind."""
+        import torch
+
+        tensor = torch.empty(shape, device="meta").as_subclass(_stand_in())
+        self._made[tensor.untyped_storage()._cdata] = kind, tensor
+        return tensor
+
+    def __enter__(self) -> StandIns:
+        self._mode = _stand_in_mode()(self)
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._mode.__exit__(*exception)
+        self._mode = None
+
+
+@functools.cache
+def _stand_in() -> Any:
+    import torch
+
+    class StandIn(torch.Tensor):  # type: ignore[misc,unused-ignore]
+        def set_(self, *args: Any, **kwargs: Any) -> Any:
+            """PyTorch would give it a storage of another dtype."""
+            return self
+
+    return StandIn
+
+
+@functools.cache
+def _stand_in_mode() -> Any:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    quantized = (torch._empty_affine_quantized, torch._empty_per_channel_affine_quantized)
+
+    class Mode(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
+        def __init__(self, stand_ins: StandIns) -> None:
+            super().__init__()
+            self._stand_ins = stand_ins
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func in quantized:
+                return self._stand_ins.make("quantized", args[0])
+            if func == torch._nested_view_from_buffer:
+                return self._stand_ins.make("a nested tensor", 0)
+            return func(*args, **(kwargs or {}))
+
+    return Mode
+
+
 def load(
     stream: bytes,
     storages: StorageReader,
     map_location: Any,
     pickle_module: Any,
     pickle_load_args: dict[str, Any],
+    stand_ins: StandIns | None = None,
 ) -> Any:
-    """The object that a stream describes; ``pickle_module`` ``None`` means ``weights_only``."""
+    """The object that a stream describes; ``pickle_module`` ``None`` means ``weights_only``.
+    With ``stand_ins`` its tensors have no values, on the device "meta".
+    """
     import torch
 
     unpickler = _unpickler(stream, pickle_module, pickle_load_args)
     unpickler.persistent_load = persistent = _PersistentLoad(storages)
     tls = torch.serialization._serialization_tls
     tls.map_location = map_location
+    unchecked = _unchecked_sparse_tensors()
+    before = len(unchecked)
     try:
-        obj = unpickler.load()
+        with stand_ins or contextlib.nullcontext():
+            obj = unpickler.load()
         storages.check_sizes()
-        _validate_sparse(weights_only=pickle_module is None)
+        if stand_ins is None:
+            _validate_sparse(weights_only=pickle_module is None)
     except (S4Error, OSError, MemoryError):
         raise
     except Exception as error:
@@ -121,6 +202,11 @@ def load(
         if persistent.raised is error:
             raise
         broken = is_broken(stream)
+        if stand_ins is not None and not broken and _wants_values(error):
+            raise UnsupportedFormatError(
+                "a tensor of the object cannot be rebuilt without its values; `load` reads them: "
+                f"{_short_repr.repr(error)}"
+            ) from error
         if pickle_module is None and not broken:
             if isinstance(error, pickle.UnpicklingError):
                 raise _unsafe(stream, error) from None
@@ -133,6 +219,8 @@ def load(
         raise
     finally:
         tls.map_location = None
+        # PyTorch would check tensors that are left here with the next object of this thread.
+        del unchecked[before:]
     return obj
 
 
@@ -197,6 +285,20 @@ def _validate_sparse(weights_only: bool) -> None:
         validate(weights_only=weights_only)
     else:
         validate()
+
+
+def _unchecked_sparse_tensors() -> list[Any]:
+    """PyTorch's list of this thread's sparse tensors that are still to be checked."""
+    import torch
+
+    get = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
+    found: list[Any] = [] if get is None else get()
+    return found
+
+
+def _wants_values(error: Exception) -> bool:
+    """Whether PyTorch raised an error because a tensor is on the device "meta"."""
+    return isinstance(error, NotImplementedError) or "meta tensor" in str(error)
 
 
 def unsafe_globals(stream: bytes) -> list[str]:

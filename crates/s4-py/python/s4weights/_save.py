@@ -7,18 +7,19 @@ import logging
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, overload
 
-from . import _core, _pickled
+from . import _core, _live, _pickled
 from ._device import Compute
 from ._errors import S4Error, UnsupportedFormatError
 from ._nvcomp import load_nvcomp
 from ._pending import HostBuffer, PendingFile
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._sources import FileLike, is_url
+from ._sources import FileLike, check_threads, is_url, path_of_url
 from ._staging import Budget, Stage, check_stage, stage_values
 from ._storages import StorageWriter, write_sources
 from ._torch import OURS, call_original, require_torch
@@ -101,9 +102,9 @@ def save(
 
     The file appears whole or not at all; bytes already written to a stream cannot be taken back.
 
-    It may be called from several threads at once, even with the same path: the last one to finish
-    wins. If other threads change tensors meanwhile, each value may be saved as it was before or
-    after the change.
+    It may be called from several threads at once, even with the same path: the file is that of the
+    call that began last. If other threads change tensors meanwhile, each value may be saved as it
+    was before or after the change.
 
     Args:
         obj: anything that `torch.save` takes. Arrays of JAX, CuPy and other libraries that support
@@ -136,7 +137,9 @@ def save(
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         metadata: free text to keep in the file.
         blocking: ``False`` returns once the values are staged, and writes in the background. A
-            stream is then written to from another thread.
+            stream is then written to from another thread. A file appears only after those of
+            earlier calls of this process with the same path or URL: a later save, in the background
+            or not, waits for them before it replaces the file, whether they succeed or not.
         stage: with ``blocking=False``, how the values at the time of the call are preserved, as in
             `CheckpointStore.save_checkpoint`.
         staging_memory: as in `CheckpointStore`, for copies of tensors in host memory, and for encoded
@@ -169,65 +172,152 @@ def save(
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     start = time.perf_counter()
     recorder = Recorder("save", f)
-    storages, (tree, roles, blobs) = describe(obj, pickle_module, pickle_protocol)
-    described = (tree, blobs, dict(metadata or {}))
-    nbytes = recorder.raw_bytes = storages.nbytes()
-    tracker = Progress(progress, nbytes, "save")
+    with InTurn(f) as turn:
+        storages, (tree, roles, blobs) = describe(obj, pickle_module, pickle_protocol)
+        described = (tree, blobs, dict(metadata or {}))
+        nbytes = recorder.raw_bytes = storages.nbytes()
+        tracker = Progress(progress, nbytes, "save")
 
-    def write(writer: _core.Writer, values: Callable[[], None]) -> dict[str, Any]:
-        with recorder.watch():
-            try:
+        def write(writer: _core.Writer, values: Callable[[], None]) -> dict[str, Any]:
+            turn.runs_here()
+            with recorder.watch():
                 try:
-                    with recorder.stage("encode"):
-                        values()
-                    with recorder.stage("publish"):
-                        report: dict[str, Any] = json.loads(writer.finish(*described))
-                except BaseException:
-                    writer.abort()
-                    raise
-                tracker.finish()
-            finally:
+                    try:
+                        with recorder.stage("encode"):
+                            values()
+                        turn.wait()
+                        with recorder.stage("publish"):
+                            report: dict[str, Any] = json.loads(writer.finish(*described))
+                    except BaseException:
+                        writer.abort()
+                        raise
+                    tracker.finish()
+                finally:
+                    tracker.close()
+                recorder.stored_bytes, recorder.chain = report["bytes_out"], 1
+            seconds = time.perf_counter() - start
+            logger.debug("saved %d bytes of tensors in %.3f s: %s", nbytes, seconds, report)
+            return report
+
+        def open_writer() -> _core.Writer:
+            try:
+                return new_writer(f, preset, threads, storage_options, roles)
+            except BaseException as error:
                 tracker.close()
-            recorder.stored_bytes, recorder.chain = report["bytes_out"], 1
-        seconds = time.perf_counter() - start
-        logger.debug("saved %d bytes of tensors in %.3f s: %s", nbytes, seconds, report)
-        return report
+                recorder.finish(error)
+                raise
 
-    def open_writer() -> _core.Writer:
+        writer = open_writer()
+        if blocking:
+            return write(writer, lambda: storages.write(writer, tracker, compute))
+        pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
         try:
-            return new_writer(f, preset, threads, storage_options, roles)
-        except BaseException as error:
+            engine = storages.engine(compute)
+            with recorder.begin("stage"):
+                values = stage_values(storages, engine, stage, HostBuffer(threads), budget)
+        except BaseException:
+            writer.abort()
             tracker.close()
-            recorder.finish(error)
             raise
+        pending._take(values)
 
-    writer = open_writer()
-    if blocking:
-        return write(writer, lambda: storages.write(writer, tracker, compute))
-    pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
-    try:
-        engine = storages.engine(compute)
-        with recorder.begin("stage"):
-            values = stage_values(storages, engine, stage, HostBuffer(threads), budget)
-    except BaseException:
-        writer.abort()
-        tracker.close()
-        raise
-    pending._take(values)
+        def write_values() -> None:
+            pending._give_way()
+            ahead = sys.maxsize if values.upload_memory is None else values.upload_memory
+            write_sources(writer, engine, values.sources, tracker, pending._check, ahead)
+            pending._finish_values()
 
-    def write_values() -> None:
-        pending._give_way()
-        ahead = sys.maxsize if values.upload_memory is None else values.upload_memory
-        write_sources(writer, engine, values.sources, tracker, pending._check, ahead)
-        pending._finish_values()
-
-    pending._start(lambda: write(writer, write_values))
+        turn.end_with(pending)
+        pending._start(lambda: write(writer, write_values))
     pending._wait_returnable()
     return pending
 
 
 # After `torch.save = s4weights.save`, this must not call itself.
 setattr(save, OURS, True)
+
+
+class InTurn:
+    """The order of this process's saves to one path or URL: a file must not replace that of a save
+    that began later, however long each of them takes.
+    """
+
+    def __init__(self, f: object) -> None:
+        self._place = _place_of(f)
+        self._earlier: list[InTurn] = []
+        self._ended = threading.Event()
+        #: The thread that the save runs on, once there is one.
+        self._thread: int | None = threading.get_ident()
+        self._continues = False
+
+    def __enter__(self) -> InTurn:
+        if self._place is not None:
+            with _lock:
+                # A save that begins within another one, in its progress function or in a signal
+                # handler, must not wait: that one cannot go on meanwhile.
+                within = any(
+                    save._thread == self._thread for saves in _running.values() for save in saves
+                )
+                running = _running.setdefault(self._place, [])
+                self._earlier = [] if within else [*running]
+                running.append(self)
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if kind is not None or not self._continues:
+            self._end()
+
+    def end_with(self, pending: PendingFile) -> None:
+        """Says that the save ends in the background."""
+        self._continues, self._thread = True, None
+        pending.committed.add_done_callback(lambda _: self._end())
+
+    def runs_here(self) -> None:
+        """Says that the save runs on this thread."""
+        self._thread = threading.get_ident()
+
+    def wait(self) -> None:
+        """Waits until the saves that began earlier have ended."""
+        for save in self._earlier:
+            save._ended.wait()
+
+    def _end(self) -> None:
+        with _lock:
+            running = _running.get(self._place, [])
+            if self in running:
+                running.remove(self)
+            if not running:
+                _running.pop(self._place, None)
+        self._earlier.clear()
+        self._ended.set()
+
+
+#: The saves that are running, by what they write to, in the order in which they began. A signal
+#: handler may begin one at any time, hence a lock that its thread may hold already.
+_running: dict[object, list[InTurn]] = {}
+_lock = threading.RLock()
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    _running.clear()
+
+
+_live.at_fork(_in_child)
+
+
+def _place_of(f: object) -> object:
+    """What tells one path or URL from others; ``None`` for a stream."""
+    path = path_of_url(str(f)) if is_url(f) else f
+    if path is None:
+        return f
+    if not isinstance(path, (str, os.PathLike)):
+        return None
+    try:
+        return os.path.abspath(path)
+    except OSError:  # The working directory is gone: writing the file will say so.
+        return os.fspath(path)
 
 
 class Described(NamedTuple):
@@ -266,6 +356,7 @@ def new_writer(
     storage_options: Mapping[str, str] | None,
     roles: str | None,
 ) -> _core.Writer:
+    check_threads(threads)
     if preset == "nvcomp":
         load_nvcomp()
     options = dict(storage_options or {})

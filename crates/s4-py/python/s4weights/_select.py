@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
         chosen = selection.choose(root, "")
     except CorruptDataError:
         raise
-    except (LookupError, TypeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
     missing = [key for key in wanted if key not in selection.found]
     if missing:
@@ -115,4 +116,6 @@ def _key(node: Any) -> Any:
             return tuple(_key(part) for part in node["tuple"])
         if "int" in node:
             return int(node["int"], 16)
+        if "float" in node:
+            return struct.unpack(">d", bytes.fromhex(node["float"]))[0]
     return node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 import os
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple, Union
@@ -25,6 +26,9 @@ _MAX_SAFETENSORS_HEADER = 100_000_000
 #: What files of `torch.save` begin with: that of a ZIP archive, or of a pickle.
 _TORCH = (b"PK", b"\x80")
 
+#: The limit that numbers of threads stay below.
+_THREADS = 1 << 64
+
 #: Bytes per read from a stream that fills memory of the caller's: the first time, and at most.
 _FIRST_STEP, _MOST_STEP = 1 << 20, 64 << 20
 
@@ -38,7 +42,14 @@ class Foreign(NamedTuple):
 
 def is_url(f: object) -> bool:
     """Whether a target or source is a URL such as ``s3://bucket/key``."""
-    return isinstance(f, str) and _core.is_url(f)
+    # Names of files that are not UTF-8 contain surrogates, which native strings cannot.
+    return isinstance(f, str) and _core.is_url(f.encode("utf-8", "replace").decode())
+
+
+def check_threads(threads: object) -> None:
+    """Raises unless ``threads`` is ``None`` or a number of threads."""
+    if threads is not None and not 0 <= operator.index(threads) < _THREADS:  # type: ignore[arg-type]
+        raise ValueError(f"threads={threads!r}: a number of threads expected")
 
 
 def absolute(place: str | os.PathLike[str]) -> str:
@@ -56,11 +67,12 @@ def open_source(
     trusted: bool = False,
 ) -> _core.Reader | Foreign:
     """A native reader of a ``.s4w`` file, or a `Foreign` if it is in another format."""
+    check_threads(threads)
     if trusted:
         load_nvcomp()
     options = dict(storage_options or {})
     if is_url(f):
-        path = _path_of_url(str(f))
+        path = path_of_url(str(f))
         if path is None:
             return _core.Reader(None, str(f), None, threads, options, trusted)
         f = path
@@ -69,7 +81,7 @@ def open_source(
     return _open_stream(f, options, threads, trusted)
 
 
-def _path_of_url(url: str) -> str | None:
+def path_of_url(url: str) -> str | None:
     """The path of a ``file:`` URL on this machine. It is opened as a path, since the file may be in
     another format.
     """

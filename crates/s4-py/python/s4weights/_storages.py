@@ -199,7 +199,7 @@ class StorageReader:
         self._map_location = map_location
         #: The exception that a function of the caller's raised.
         self.error_of_caller: Exception | None = None
-        self._restore = torch.serialization._get_restore_location(self._guarded(map_location))
+        self._restore = self._restoring(map_location)
         is_device = isinstance(map_location, (str, torch.device))
         self._where = torch.device(map_location) if is_device else None
         self._meta = self._where is not None and self._where.type == "meta"
@@ -238,6 +238,27 @@ class StorageReader:
                 return map_location(storage, location)
             except Exception as error:
                 self.error_of_caller = error
+                raise
+
+        return call
+
+    def _restoring(self, map_location: Any) -> Callable[[Any, str], Any]:
+        """PyTorch's function that moves a storage to its place."""
+        import torch
+
+        restore: Callable[[Any, str], Any] = torch.serialization._get_restore_location(
+            self._guarded(map_location)
+        )
+        if not isinstance(map_location, dict):
+            return restore
+
+        def call(storage: Any, location: str) -> Any:
+            try:
+                return restore(storage, location)
+            except Exception as error:
+                # What the dict says is the caller's, other tags are the file's.
+                if location in map_location:
+                    self.error_of_caller = error
                 raise
 
         return call

@@ -3,18 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._device import Compute, Places
-from ._errors import UnsafeLoadError
-from ._load_into import direct_place, match
+from ._errors import MismatchError, UnsafeLoadError
+from ._load_into import direct_place, match, set_values
 from ._names import tensors_by_path, walk_tensors
 from ._progress import Progress
-from ._storages import covering_shape, is_strided, read_batch
+from ._storages import covering_shape, fits, is_strided, read_batch
 
 if TYPE_CHECKING:
     import torch
+
+
+class _Memory(NamedTuple):
+    """What a tensor is, and where its elements are."""
+
+    kind: type
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    #: Conjugated, negated.
+    signs: tuple[bool, bool]
+    #: The storage's address and size: a process that sleeps may have freed it.
+    start: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Memory | None:
+        """``None`` for tensors without plain memory, such as sparse ones."""
+        try:
+            storage = tensor.untyped_storage()
+            return cls(
+                type(tensor),
+                tensor.dtype,
+                tensor.device,
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.storage_offset(),
+                (tensor.is_conj(), tensor.is_neg()),
+                storage.data_ptr(),
+                storage.nbytes(),
+            )
+        except (RuntimeError, ValueError):  # Uninitialized parameters raise the latter.
+            return None
+
+    def holds_all(self) -> bool:
+        """Whether every element lies within the storage. Wrappers of other tensors need none."""
+        import torch
+
+        if self.kind not in (torch.Tensor, torch.nn.Parameter):
+            return True
+        return fits(self.nbytes, self.dtype.itemsize, self.offset, self.shape, self.stride)
 
 
 class LiveWeights:
@@ -27,6 +70,8 @@ class LiveWeights:
         self._weights, self._compute = weights, compute
         #: Tree and tensors of the last checkpoint, to see whether the next one has the same.
         self._shape: tuple[str | None, list[_core.TensorInfo]] | None = None
+        #: The tensors as they were when they were matched with a checkpoint, by their paths.
+        self._matched: list[tuple[str, _Memory | None]] = []
         #: The tensors to decode into, by the index of the tensor in the checkpoint.
         self._places: dict[int, torch.Tensor] = {}
         #: Tensors that are filled from those: each with the values in such a place.
@@ -37,6 +82,16 @@ class LiveWeights:
         """Bytes of all tensors; those that have several names count for each."""
         return sum(tensor.nbytes for _, tensor in walk_tensors(self._weights, as_state=True))
 
+    def replaced(self) -> bool:
+        """Whether something was replaced, converted, moved or freed since tensors were last matched
+        with a checkpoint: the memory that was filled then may be no part of the weights any more.
+        """
+        return self._now() != self._matched
+
+    def _now(self) -> list[tuple[str, _Memory | None]]:
+        found = walk_tensors(self._weights, as_state=True)
+        return [(path, _Memory.of(tensor)) for path, tensor in found]
+
     def fits(self, reader: _core.Reader) -> bool:
         """Whether a checkpoint has the tensors that the last one had."""
         return self._shape == (reader.tree(), reader.tensors())
@@ -46,9 +101,9 @@ class LiveWeights:
 
         Raises:
             MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be
-                filled; no tensor was touched.
+                filled, or has no memory; no tensor was touched.
         """
-        if not self.fits(reader):
+        if not self.fits(reader) or self.replaced():
             self._match(reader)
         read_batch(reader, self._compute, self._requests(), Progress(None, 0, "sync"))
         self._done()
@@ -57,7 +112,7 @@ class LiveWeights:
         """Applies a delta: the tensors hold the values of its parent, and get its own.
 
         Args:
-            reader: the delta, which `fits`.
+            reader: the delta, which `fits`; no tensor was `replaced`.
             whole: opens the delta together with its chain, for tensors that a device cannot update.
         """
         requests = self._requests()
@@ -86,7 +141,16 @@ class LiveWeights:
 
         if reader.form() == "pickle":
             raise UnsafeLoadError("the checkpoint contains a pickle: not published as weights")
-        pairs = match(self._weights, reader, self._compute)
+        # If this fails, nothing is matched, and memory that was replaced can be freed.
+        self._shape, self._places, self._copies = None, {}, []
+        now = self._now()
+        empty = [path for path, memory in now if memory is not None and not memory.holds_all()]
+        if empty:
+            names = ", ".join(f"`{path}`" for path in empty[:8])
+            raise MismatchError(f"{names}: memory was freed, or is too small for the elements")
+        # Aliases of the same memory: setting `.data` of a tensor later does not redirect them.
+        found = match(self._weights, reader)
+        pairs = [pair._replace(target=pair.target.detach()) for pair in found]
         places: dict[int, torch.Tensor] = {}
         rest = []
         for pair in pairs:
@@ -112,20 +176,21 @@ class LiveWeights:
                 pair.saved.stride(),
             )
             copies.append((pair.target, values))
-        self._places, self._copies = places, copies
+        self._places, self._copies, self._matched = places, copies, now
         self._shape = (reader.tree(), reader.tensors())
 
     def _done(self) -> None:
         import torch
 
         with torch.no_grad():
-            for tensor in self._places.values():
+            # Not the aliases: a parameter made anew from the same memory has its own version.
+            for _, tensor in walk_tensors(self._weights, as_state=True):
                 if not tensor.is_inference():
                     torch.autograd.graph.increment_version(tensor)
             for target, values in self._copies:
                 same = target.device == values.device and target.data_ptr() == values.data_ptr()
                 if not same:
-                    target.copy_(values)
+                    set_values(target, values)
 
 
 def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
@@ -144,6 +209,8 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
             raise ValueError(f"`{path}` is a {kind}: only plain tensors can be published")
         if not is_strided(tensor):
             raise ValueError(f"`{path}` is a tensor of layout {tensor.layout}: not strided")
+        # Conjugated and negated views would be published as a pickle, which subscribers refuse.
+        found[path] = tensor.resolve_conj().resolve_neg()
     if not found:
         raise ValueError(f"{type(weights).__name__}: no tensors in it")
     return found

@@ -149,8 +149,11 @@ class TreeDecoder:
         return out
 
     def _complex(self, value: Any, node: dict[str, Any]) -> complex:
-        real, imag = self._items(value)
-        return complex(real, imag)
+        # `complex` takes other numbers, too, such as the value that a tensor does not have yet.
+        parts = self._items(value)
+        if len(parts) != 2 or not all(type(part) in (int, float) for part in parts):
+            raise CorruptDataError(f"corrupt data (tree): {brief(value)} are not two floats")
+        return complex(*parts)
 
     def _dtype(self, name: Any) -> Any:
         dtype = _dtypes().get(name) if type(name) is str else None

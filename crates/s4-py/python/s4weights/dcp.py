@@ -55,7 +55,7 @@ from ._dcp_stager import Stager, device_copies
 from ._dcp_wrapped import MARK, unwrap
 from ._device import HOST, Places
 from ._entries import CheckpointEntry, checked_step, numbers_of, texts_of
-from ._errors import ConflictError, NotFoundError, UnsupportedFormatError
+from ._errors import ConflictError, NotFoundError, S4Error, UnsupportedFormatError
 from ._pending import Outside
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
@@ -114,6 +114,16 @@ class _Stored(NamedTuple):
 
     name: str
     part: bytes | None
+
+
+class _Found(NamedTuple):
+    """The checkpoint that a rank is about to load. Without an id it is the rank's own one."""
+
+    step: int
+    id: str | None
+
+    def __str__(self) -> str:
+        return f"step {self.step}" + ("" if self.id is None else f" ({self.id})")
 
 
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
@@ -306,6 +316,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     Raises (inside DCP's `CheckpointException`):
         NotFoundError: there is no such checkpoint, or it is not a distributed one.
+        ConflictError: a checkpoint was listed meanwhile, and some ranks found it, others the one
+            before. Nothing was loaded.
         CorruptDataError: the checkpoint, or one that it needs, is damaged.
     """
 
@@ -324,6 +336,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self._metadata: Metadata | None = None
         self._step: int | None = None
         self._entry_id: str | None = None
+        self._found: _Found | None = None
         self._names: dict[MetadataIndex, str] = {}
         #: The id, in DCP's metadata, of loads through this reader until it is reset.
         self.load_id = str(uuid.uuid4())
@@ -361,6 +374,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             ids = {"save_id": entry.id, "load_id": self.load_id}
             self._metadata.storage_meta = StorageMeta(self.checkpoint_id, **ids)
             self._step, self._entry_id = entry.step, entry.id
+            self._found = _Found(entry.step, None if _RANK in entry.tags else entry.id)
             self._reader = reader
         return self._metadata
 
@@ -399,9 +413,19 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return self._reader
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        return dataclasses.replace(plan, storage_data=self._found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        # Each rank looks for the checkpoint on its own. A planner may make plans without ours.
+        ranks: dict[_Found, int] = {}
+        for rank, plan in enumerate(plans):
+            if isinstance(plan.storage_data, _Found):
+                ranks.setdefault(plan.storage_data, rank)
+        if len(ranks) > 1:
+            found = ", ".join(f"rank {rank} {entry}" for entry, rank in ranks.items())
+            what = "ranks found different checkpoints, as one was listed meanwhile"
+            hint = "load again, or name the step" if self._place.step is None else "load again"
+            raise ConflictError(f"{self._place}: {what}: {found}: {hint}")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
@@ -507,6 +531,8 @@ def load(
         store: as in `StorageReader`, and so are ``step`` and ``options``.
         planner: ``None``: a `LoadPlanner`.
     """
+    if step is None and not no_dist and _world() > 1:
+        step = _newest(StorageReader(store, **options), process_group)
     dcp.load(
         state_dict,
         storage_reader=StorageReader(store, step=step, **options),
@@ -514,6 +540,25 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
     )
+
+
+def _newest(reader: StorageReader, group: Any) -> Any:
+    """The checkpoint that is the newest for the group's first rank: all ranks load that one, even
+    if another is listed meanwhile. ``None`` if it found none: then each rank's load says why.
+    """
+    found: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            found = [reader._entry(None).id]
+        except NotFoundError:
+            # Each rank may have its own checkpoints.
+            with contextlib.suppress(S4Error):
+                found = [reader._entry(0).step]
+        except S4Error:
+            pass
+    first = 0 if group is None else dist.get_global_rank(group, 0)
+    dist.broadcast_object_list(found, src=first, group=group)
+    return found[0]
 
 
 def _world() -> int:

@@ -32,7 +32,7 @@ from ._errors import CorruptDataError, LimitError, UnsupportedFormatError
 from ._names import join, unique
 from ._open import File, Slice, name_of, ranges_of
 from ._progress import Progress, ProgressArgument
-from ._save import new_writer, require_little_endian
+from ._save import InTurn, new_writer, require_little_endian
 from ._select import select
 from ._sources import FileLike, open_source, require_s4w
 from ._tree import TreeDecoder, brief, natural, row_major
@@ -78,11 +78,12 @@ def save(
             "twice, keys that are not plain, or more than a million values"
         )
     total = sum(source[4] for source in arrays.sources)
-    with contextlib.closing(Progress(progress, total, "save")) as tracker:
+    with contextlib.closing(Progress(progress, total, "save")) as tracker, InTurn(f) as turn:
         writer = new_writer(f, preset, threads, storage_options, None)
         try:
             writer.write(arrays.sources, b"", tracker.native())
             tracker.advance(total)
+            turn.wait()
             report: dict[str, Any] = json.loads(writer.finish(tree, {}, dict(metadata or {})))
         except BaseException:
             writer.abort()
@@ -159,7 +160,11 @@ class _Layout(NamedTuple):
         item = self.dtype.itemsize
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
-        strides = [step * item for step in self.stride]
+        # The stride of a dimension of size 1 may be more than NumPy can count.
+        strides = [
+            step * item if size > 1 else 0
+            for size, step in zip(self.shape, self.stride, strict=True)
+        ]
         array: _Array = np.ndarray(self.shape, self.dtype, storage, self.offset * item, strides)
         return array
 
@@ -205,9 +210,20 @@ class ArraySlice(Slice):
         steps), ``None`` and ``...``, with the same meaning as for an array. For a list, everything
         from its smallest to its largest index is read.
         """
+        ranges, rest = ranges_of(index, self._layout.shape, self._key)
+        # With an ellipsis the result is an array even if no dimension is left.
+        every = rest if any(one is ... for one in rest) else (*rest, ...)
+        try:
+            values: _Array = self._read_ranges(ranges)[every].copy(order="C")
+        except MemoryError as error:
+            # An array of few stored values may be expanded to any size.
+            raise LimitError(f"no memory for `{self._key}`: {error}") from error
+        return values
+
+    def _read_ranges(self, ranges: list[tuple[int, int]]) -> _Array:
+        """Reads a range of each dimension."""
         layout = self._layout
         item = layout.dtype.itemsize
-        ranges, rest = ranges_of(index, layout.shape, self._key)
         reader = self._file._open()
         part: _Array
         if layout.stride == row_major(layout.shape):
@@ -222,10 +238,7 @@ class ArraySlice(Slice):
             if storage.nbytes:
                 reader.read_into([(layout.number, storage.ctypes.data, storage.nbytes)], None, True)
             part = layout.on(storage)[tuple(slice(*r) for r in ranges)]
-        # With the ellipsis the result is an array even if no dimension is left.
-        every = (*rest, ...)
-        values: _Array = part[every].copy(order="C")
-        return values
+        return part
 
 
 def _open(
@@ -350,7 +363,8 @@ def _layouts(obj: Any, path: str) -> Iterator[tuple[str, _Layout]]:
     if isinstance(obj, _Layout):
         yield path, obj
     elif isinstance(obj, dict):
-        for key, value in obj.items():
+        # Not `obj.items()`: an attribute of that name may hide the method.
+        for key, value in type(obj).items(obj):
             yield from _layouts(value, join(path, key))
     elif isinstance(obj, (list, tuple)):
         for key, value in enumerate(obj):

@@ -399,7 +399,8 @@ class Subscriber:
             wait: seconds to wait for something new.
 
         Returns:
-            What was done; ``None`` if there was nothing to do.
+            What was done; ``None`` if there was nothing to do. Tensors that were replaced or moved
+            since the last call are filled, even if nothing new was published.
 
         Raises:
             NotFoundError: that step is not listed.
@@ -428,7 +429,7 @@ class Subscriber:
                 return None
             raise NotFoundError(2, f"no checkpoint of step {step}", self._source.name)
         held, target = self._held, wanted[-1]
-        if held is not None and held.entry.id == target.id:
+        if held is not None and held.entry.id == target.id and not self._weights.replaced():
             return None
         recorder.step, recorder.raw_bytes = target.step, target.raw_bytes
         with recorder.watch():
@@ -472,6 +473,8 @@ class Subscriber:
         self, held: _Held, todo: list[CheckpointEntry], chain: list[CheckpointEntry]
     ) -> str | None:
         """Applies deltas, one after the other. If that is not possible, returns the reason."""
+        if self._weights.replaced():
+            return "tensors were replaced, converted or moved"
         for entry in todo:
             reader = self._source.alone(entry, self._most())
             own, parent = reader.digests()

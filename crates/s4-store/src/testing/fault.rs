@@ -162,6 +162,11 @@ impl FaultStore {
         self.inside().delays = Some(Random::new(seed));
     }
 
+    /// Gives an object another date, until it is written again.
+    pub fn set_date(&self, key: &Path, date: DateTime<Utc>) {
+        self.inside().times.insert(key.clone(), date);
+    }
+
     /// Requests since the plan was set.
     #[must_use]
     pub fn ops(&self) -> u64 {

@@ -41,17 +41,12 @@ impl Place {
     /// # Errors
     /// [`Error::Argument`] if the URL or an option makes no sense.
     pub fn open_url(url: &str, options: &StorageOptions) -> Result<Self> {
-        // `C:\x` is a path and no URL.
-        if !url.contains("://") {
+        let Some((parsed, remote)) = parse(url)? else {
             check_options(options)?;
             return Ok(Self::folder(url));
-        }
+        };
         let name = redact_url(url).into_owned();
         let bad = |what: &str| Error::Argument(format!("{name}: {what}"));
-        let parsed = Url::parse(url).map_err(|e| bad(&e.to_string()))?;
-        // An unknown scheme is reported before any other mistake in the URL.
-        let remote = remote(&parsed).map_err(bad)?;
-        check_parts(&parsed).map_err(bad)?;
         let Some((scheme, path)) = remote else {
             check_options(options)?;
             if parsed.scheme() == "file" {
@@ -71,6 +66,49 @@ impl Place {
         Ok(Self::named(store, path, name, server))
     }
 }
+
+/// Checks that a store may be at a path or URL. Nothing is contacted.
+///
+/// # Errors
+/// [`Error::Argument`] if the URL makes no sense.
+pub fn check_url(url: &str) -> Result<()> {
+    match parse(url)? {
+        Some((parsed, None)) if parsed.scheme() == "file" => {
+            Place::open_url(url, &StorageOptions::new()).map(drop)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A URL, and whose object store it names, if any.
+type Parsed = (Url, Option<(Remote, Path)>);
+
+/// Reads a URL; `None` for a path.
+fn parse(url: &str) -> Result<Option<Parsed>> {
+    let name = redact_url(url).into_owned();
+    let bad = |what: &str| Error::Argument(format!("{name}: {what}"));
+    // `C:\x` is a path and no URL.
+    if !url.contains("://") {
+        let scheme =
+            url.trim_start().split_once(':').map(|(scheme, _)| scheme.to_ascii_lowercase());
+        return match scheme.filter(|scheme| SCHEMES.contains(&&scheme[..])) {
+            // As a path it would silently be a local folder.
+            Some(scheme) => Err(bad(&format!(
+                "a URL has two slashes: {scheme}://...; ./{scheme}:... is a folder of that name"
+            ))),
+            None => Ok(None),
+        };
+    }
+    let parsed = Url::parse(url).map_err(|e| bad(&e.to_string()))?;
+    // An unknown scheme is reported before any other mistake in the URL.
+    let remote = remote(&parsed).map_err(bad)?;
+    check_parts(&parsed).map_err(bad)?;
+    Ok(Some((parsed, remote)))
+}
+
+/// Schemes of URLs that are often typed.
+const SCHEMES: [&str; 11] =
+    ["file", "memory", "s3", "s3a", "gs", "az", "adl", "abfs", "abfss", "http", "https"];
 
 /// Whether a text is a URL rather than a path (`C:\x` is a path): true for every URL that
 /// [`Place::open_url`] knows, also after leading spaces.
@@ -174,6 +212,18 @@ mod tests {
         }
         for url in ["memory://a/b", " memory://a/b", "file:///x/y", "FILE:///x"] {
             assert!(is_url(url) && Place::open_url(url, &none).is_ok(), "{url}");
+        }
+        for typo in ["s3:/bucket/run", "s3:b", " S3:b", "memory:", "https:/x/y", "file:/x"] {
+            assert!(matches!(Place::open_url(typo, &none), Err(Error::Argument(_))), "{typo}");
+            assert!(
+                check_url(typo).is_err() && Place::open_url(&format!("./{typo}"), &none).is_ok()
+            );
+        }
+        for text in ["runs/a", "s3x:b", "C:\\x", "s3://bucket/run", "file:///x/y", "memory://a"] {
+            check_url(text).unwrap();
+        }
+        for bad in ["foo://x", "http://h/x", "s3://", "file://rel"] {
+            assert!(matches!(check_url(bad), Err(Error::Argument(_))), "{bad}");
         }
         for no_url in ["3s://bucket/a", "./a://b", "a b://c", "://x"] {
             assert!(!is_url(no_url) && Place::open_url(no_url, &none).is_err(), "{no_url}");

@@ -10,7 +10,8 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use s4_store::testing::{Liar, Lie, OpKind, quick_options, toy};
 use s4_store::{
-    About, Best, Checkpoint, Conflict, Error, Keep, Place, Retention, Store, SweepOptions, Why,
+    About, Best, CallbackError, Checkpoint, Conflict, Error, Keep, Place, Reading, Retention,
+    Store, SweepOptions, Verdict, Why,
 };
 
 use crate::faulty;
@@ -265,8 +266,8 @@ impl s4_store::Inspector for Picky {
         &mut self,
         _: &Store,
         chain: &[Checkpoint],
-        reading: &s4_store::Reading,
-    ) -> Result<(), s4_store::CallbackError> {
+        reading: &Reading,
+    ) -> Result<(), CallbackError> {
         assert_eq!(chain[0].id(), reading.id());
         self.0 += 1;
         if self.0.is_multiple_of(2) { Err("I do not like it".into()) } else { Ok(()) }
@@ -309,6 +310,29 @@ async fn a_check_names_what_is_damaged_and_what_needs_it() {
     faults.delete(&key).await.unwrap();
     let quick = store.check(&CheckOptions::default(), None).await.unwrap();
     assert!(matches!(&quick.findings[..], [f] if f.error.is_missing()), "{quick:?}");
-    let only = CheckOptions { only: vec![other.id()], ..all };
+    let only = CheckOptions { only: vec![other.id()], ..all.clone() };
     assert!(store.check(&only, None).await.unwrap().is_clean());
+
+    // What the delta needs of its parent may be whole all the same: a caller can tell.
+    for (stored, verdict) in [(true, Verdict::Restores), (false, Verdict::Needs(base.id()))] {
+        let report = store.check(&all, Some(&mut Says(stored))).await.unwrap();
+        let named = report.findings.iter().any(|f| f.checkpoint == Some(delta.id()));
+        assert!(!named && report.verdicts.contains(&(delta.id(), verdict)), "{report:?}");
+        assert_eq!(report.unusable.is_empty(), stored);
+    }
+}
+
+/// Says of every checkpoint whether it restores.
+struct Says(bool);
+
+#[async_trait::async_trait]
+impl s4_store::Inspector for Says {
+    async fn inspect(
+        &mut self,
+        _: &Store,
+        _: &[Checkpoint],
+        _: &Reading,
+    ) -> Result<(), CallbackError> {
+        if self.0 { Ok(()) } else { Err("it does not".into()) }
+    }
 }

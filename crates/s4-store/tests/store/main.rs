@@ -17,6 +17,7 @@ mod repair;
 mod servers;
 mod simulation;
 mod single;
+mod swept;
 mod unretire;
 mod writers;
 

@@ -189,3 +189,28 @@ async fn a_repair_stops_at_every_request() {
         }
     }
 }
+
+/// Whatever is stored in place of an entry or of the view, a repair is possible.
+#[tokio::test(start_paused = true)]
+async fn an_object_that_is_too_large_to_copy_does_not_prevent_a_repair() {
+    let large = bytes::Bytes::from(vec![0; (64 << 20) + 1]);
+    let (faults, place, _) = grown(4).await;
+    let view = Path::from("runs/one/logck");
+    for key in [&key(3), &view] {
+        faults.put(key, large.clone().into()).await.unwrap();
+    }
+    let done = Store::repair(&place, quick_options(), true).await.unwrap();
+    let aside = done.aside.unwrap();
+    let copied = async |name: &str| {
+        let key = Path::from(format!("{aside}/{name}"));
+        faults.get(&key).await.unwrap().bytes().await.unwrap()
+    };
+    let entry = format!("log/{:020}", 3);
+    assert_eq!(copied(&entry).await, large.slice(1..), "as much as an object may have");
+    assert!(copied("logck").await == large, "a view may have 1 GiB");
+    let told = copied("repair.json").await;
+    let told = String::from_utf8_lossy(&told);
+    assert!(told.contains(&format!(r#""cut":["{aside}/{entry}"]"#)), "{told}");
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&store).await, [1, 2]);
+}

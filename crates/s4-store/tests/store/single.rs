@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use s4_store::testing::{Fault, FaultStore, Liar, Lie, Random, quick_options, toy};
@@ -49,7 +50,7 @@ async fn a_second_writer_is_kept_out_for_as_long_as_the_first_lives() {
         assert_eq!(holder.since_ms, *taken, "renewing the lease is not taking it");
         let text = error.to_string();
         assert!(text.contains(&format!("process {}", std::process::id())), "{text}");
-        assert!(text.contains("break-lease"), "{text}");
+        assert!(text.contains("break-lease") && text.contains("renews its lease"), "{text}");
         // The first one writes nothing for hours and stays the writer. The lease notes real time.
         std::thread::sleep(Duration::from_millis(5));
         tokio::time::sleep(Duration::from_secs(3600)).await;
@@ -82,6 +83,25 @@ async fn a_dead_holder_is_waited_for() {
     toy::save(&third, 3, None, b"thr").await.unwrap();
     assert!(start.elapsed() < Duration::from_secs(1));
     assert_eq!(steps(&place).await, [1, 2, 3]);
+}
+
+/// A process died while the store's clock was ahead, so its lease or claim is dated in the future.
+#[tokio::test(start_paused = true)]
+async fn a_dead_holder_from_the_future_is_waited_for() {
+    for name in ["held", "claim"] {
+        let faults = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
+        let place = Place::objects(Arc::new(faults.clone()), Path::from("one"));
+        let store = Store::create(&place, single()).await.unwrap();
+        store.release().await.unwrap();
+        let dead = Path::from(format!("one/lease/{name}-01900000-0000-7000-8000-000000000000"));
+        faults.put(&dead, bytes::Bytes::from_static(b"{}").into()).await.unwrap();
+        faults.set_date(&dead, chrono::DateTime::UNIX_EPOCH + Duration::from_secs(86_400));
+        let start = tokio::time::Instant::now();
+        let saved = toy::save(&store, 1, None, b"one").await;
+        let waited = start.elapsed().as_secs();
+        assert!(saved.is_ok() && (55..75).contains(&waited), "{name}, {waited} s: {saved:?}");
+        assert_eq!(steps(&place).await, [1]);
+    }
 }
 
 /// A process that was without a network, or asleep, for longer than its lease lives notices before

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use s4weights::Error;
 use s4weights::store::{
-    CheckOptions, CheckpointId, CheckpointStore, Mode, Place, StoreError, StoreOptions, WhyBase,
-    Writers, is_damage,
+    CheckOptions, CheckpointId, CheckpointStore, Mode, Place, StoreError, StoreOptions, Verdict,
+    WhyBase, Writers, is_damage,
 };
 
 use crate::run::{State, open, options};
@@ -142,6 +142,31 @@ fn a_check_finds_the_damaged_one_and_those_that_need_it() {
     let error = store.rebase(ids[2], None).unwrap_err();
     assert!(is_damage(&error), "{error}");
     assert_eq!(store.list().unwrap().len(), 3);
+}
+
+/// A tensor that is not stored as a difference needs nothing of the parent.
+#[test]
+fn what_restores_in_spite_of_a_damaged_parent_is_said_to_restore() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = open(&Place::folder(folder.path()), options());
+    let mut state = State::new(40_000);
+    let base = state.save(&store, 0).unwrap().checkpoint;
+    state.step(1);
+    let moments = &mut state.0[3];
+    assert_eq!(moments.0, "optimizer.m");
+    for (i, value) in (0u64..).zip(moments.3.chunks_mut(4)) {
+        let hash = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1357;
+        value.copy_from_slice(&((hash >> 33) as f32).to_le_bytes());
+    }
+    let delta = state.save(&store, 1).unwrap().checkpoint;
+    assert_eq!(delta.base, Some(base.id()));
+    flip(&objects(folder.path(), base.id())[1]);
+    assert_eq!(State::load(&store, Some(1)).unwrap(), state);
+    let full = CheckOptions { read_data: true, ..CheckOptions::default() };
+    let report = store.check(&full).unwrap();
+    let verdicts = [(base.id(), Verdict::Damaged), (delta.id(), Verdict::Restores)];
+    assert_eq!((&report.verdicts[..], report.unusable.len()), (&verdicts[..], 0), "{report:?}");
+    assert!(!report.is_clean());
 }
 
 #[test]
