@@ -501,7 +501,8 @@ fn large(path: &Path, values: usize) {
     let data: Vec<u8> = (0..values).flat_map(|_| next()).collect();
     let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![values], &data);
     let metadata = (0..40).map(|i| (format!("key {i}"), format!("\u{e9} \"{i}\""))).collect();
-    safetensors::serialize_to_file([("w", view.unwrap())], Some(metadata), path).unwrap();
+    let view = [("w", view.expect("as many bytes as values"))];
+    safetensors::serialize_to_file(view, Some(metadata), path).expect("is written");
 }
 
 #[test]
