@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
@@ -43,6 +44,38 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(format!("`{}` ended with {status}", line(command))))
+}
+
+/// Runs the command as [`run`] does, up to `tries` times until it succeeds, and ends it each time that it takes longer
+/// than `limit`: for programs that wait for a network, at times for ever.
+///
+/// # Errors
+/// As [`run`], of the last try, or that it took too long.
+pub(crate) fn run_within(command: &mut Command, limit: Duration, tries: u32) -> Result<()> {
+    let mut last = Error::new(format!("`{}` was not tried", line(command)));
+    for _ in 0..tries {
+        announce(command);
+        let mut child = command.spawn().map_err(|e| not_started(command, &e))?;
+        let end = Instant::now() + limit;
+        let status = loop {
+            match child.try_wait().map_err(|e| not_started(command, &e))? {
+                Some(status) => break Some(status),
+                None if Instant::now() < end => std::thread::sleep(Duration::from_millis(100)),
+                None => break None,
+            }
+        };
+        last = match status {
+            Some(status) if status.success() => return Ok(()),
+            Some(status) => Error::new(format!("`{}` ended with {status}", line(command))),
+            None => {
+                // It may have ended just now.
+                let _ = child.kill();
+                let _ = child.wait();
+                Error::new(format!("`{}` took over {} s", line(command), limit.as_secs_f64()))
+            }
+        };
+    }
+    Err(last)
 }
 
 /// Runs the command as [`run`] does, and hands each line of its standard output to `see` as well.
@@ -96,4 +129,32 @@ fn line(command: &Command) -> String {
     let mut words = vec![name.to_string_lossy().into_owned()];
     words.extend(command.get_args().map(|a| a.to_string_lossy().into_owned()));
     words.join(" ")
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::process::Command;
+    use std::time::{Duration, Instant};
+
+    use super::run_within;
+
+    #[test]
+    fn what_hangs_is_ended_and_tried_again() {
+        let start = Instant::now();
+        let mut hangs = Command::new("sleep");
+        let limit = Duration::from_millis(200);
+        let done = run_within(hangs.arg("600"), limit, 2);
+        assert!(done.is_err_and(|e| e.to_string().contains("took over 0.2 s")));
+        assert!(start.elapsed() >= 2 * limit && start.elapsed() < Duration::from_secs(60));
+        let folder = std::env::temp_dir().join(format!("s4weights-tries-{}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&folder);
+        // Fails the first time, and succeeds the second.
+        let script = r#"test -d "$0" || { mkdir "$0"; exit 3; }"#;
+        let again = |tries| {
+            run_within(Command::new("sh").args(["-c", script]).arg(&folder), limit * 100, tries)
+        };
+        assert!(again(1).is_err_and(|e| e.to_string().contains("exit status: 3")));
+        assert!(again(2).is_ok());
+        let _ = std::fs::remove_dir_all(&folder);
+    }
 }

@@ -228,15 +228,14 @@ fn install_azurite(root: &Path, venv: &Venv) -> Result<Azurite> {
         let mut install = proc::command(root, npm);
         install.args(["install", "--no-audit", "--no-fund", "--loglevel", "error", "--prefix"]);
         install.arg(&folder).arg(format!("azurite@{AZURITE}"));
-        // By default it waits silently for a quarter of an hour for a registry that it cannot
-        // reach.
+        // It may wait silently for a registry, for a quarter of an hour and more.
         install.args(["--fetch-timeout", "30000", "--fetch-retries", "3"]);
         // npm is a script that looks for `node` in the path.
         if let (Some(bin), Some(path)) = (node.parent(), std::env::var_os("PATH")) {
             let all = std::iter::once(bin.to_path_buf()).chain(std::env::split_paths(&path));
             install.env("PATH", std::env::join_paths(all).unwrap_or(path));
         }
-        proc::run(&mut install)?;
+        proc::run_within(&mut install, Duration::from_secs(150), 4)?;
         std::fs::write(&stamp, "").map_err(|e| Error::at(&stamp, &e))?;
     }
     Ok(Azurite { node, program })
