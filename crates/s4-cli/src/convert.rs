@@ -169,10 +169,11 @@ impl View for &Lazy<'_> {
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        // The trait cannot report an error: keep it, and do not rename the file later.
+        // The trait cannot report an error: keep it, and do not rename the file later. Nothing is written for what
+        // could not be read, so that the writing ends at once.
         Cow::Owned(self.reader.read(self.name).unwrap_or_else(|e| {
             self.failure.lock().unwrap_or_else(|p| p.into_inner()).get_or_insert(e);
-            vec![0; self.bytes]
+            vec![]
         }))
     }
 
@@ -277,8 +278,8 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
     outcome.map(|()| views.len())
 }
 
-/// Sorts the metadata of a .safetensors file, in place: the crate writes them in another order each time, and the same
-/// input gives the same file.
+/// Sorts the metadata of a .safetensors file that the crate wrote, in place, so that the same input gives the same file:
+/// the crate writes them in a different order each time.
 fn sort_metadata(path: &Path) -> std::io::Result<()> {
     const BEGIN: &str = r#"{"__metadata__":"#;
     let mut file = File::options().read(true).write(true).open(path)?;
@@ -291,6 +292,7 @@ fn sort_metadata(path: &Path) -> std::io::Result<()> {
     let Some(sorted) = values.next().transpose()? else { return Ok(()) };
     let sorted: BTreeMap<String, String> = sorted;
     let text = serde_json::to_string(&sorted)?;
+    // As long as before: the crate writes JSON by the same library.
     if text.len() == values.byte_offset() {
         file.seek(SeekFrom::Start((len.len() + BEGIN.len()) as u64))?;
         file.write_all(text.as_bytes())?;

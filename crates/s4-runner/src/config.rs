@@ -163,14 +163,18 @@ impl Config {
     /// The preset.
     ///
     /// # Errors
-    /// [`Error::Config`] if no preset has this name.
+    /// [`Error::Config`] if the runner has no preset of this name.
     pub fn preset(&self) -> Result<Preset> {
         match self.preset.parse() {
             Ok(Preset::Nvcomp) => {
                 let what = "`preset`: `nvcomp` needs a GPU, which the runner does not use";
                 Err(Error::Config(what.into()))
             }
-            known => known.map_err(|e| Error::Config(format!("`preset`: {e}"))),
+            known => known.map_err(|_| {
+                let name = &self.preset;
+                let what = format!("`preset`: `{name}` is none of `fast`, `balanced` and `small`");
+                Error::Config(what)
+            }),
         }
     }
 
@@ -217,6 +221,8 @@ mod tests {
         }
         let said = check("store = \"a\"\npreset = \"nvcomp\"\n");
         assert!(said.contains("`preset`: `nvcomp` needs a GPU"), "{said}");
+        let said = check("store = \"a\"\npreset = \"smal\"\n");
+        assert!(said.contains("`smal` is none of `fast`, `balanced` and `small`"), "{said}");
         let said = check("store = \"a\"\n\nbogus = 1\n");
         assert!(said.contains("line 3: ") && said.contains("bogus"), "{said}");
         assert!(check("threads = -1\n").contains("line 1: "));

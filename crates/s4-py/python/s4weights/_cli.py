@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The native program has its own handlers while it runs: Python's would wait until it is done.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
-    if is_main:
+    if before.get(signal.SIGINT) not in (None, signal.SIG_IGN):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return _core.command_line(arguments, is_main)
@@ -172,7 +172,7 @@ def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
         warnings.showwarning = _warn
         try:
             for name in line.names:
-                name.encode()  # An error for names that are no text, as of the native program.
+                name.encode()  # Raises for names that are not text, as the native program does.
             print(_visible(convert(line)))
             return 0
         except _UsageError as e:

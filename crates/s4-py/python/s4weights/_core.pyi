@@ -71,7 +71,9 @@ def is_url(text: str) -> bool:
     """Whether a text is the URL of an object store or a ``file:`` URL rather than a path."""
 
 def command_line(arguments: Sequence[str], signals: bool) -> int:
-    """Runs ``s4w`` with these arguments; returns its exit code."""
+    """Runs ``s4w`` with these arguments; returns its exit code. If ``signals``, the command stops on
+    SIGINT, SIGTERM and SIGHUP, and removes what it has half written.
+    """
 
 def write_tree(obj: object, number: Callable[[Any, str], int]) -> str | None:
     """The tree of an object as JSON; ``None`` if the object does not fit into a tree. ``number``

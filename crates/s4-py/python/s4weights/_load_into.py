@@ -16,7 +16,7 @@ from ._names import join, tensors_by_path, walk_modules
 from ._progress import Progress, ProgressArgument
 from ._save import require_little_endian
 from ._sources import FileLike, open_source, require_s4w
-from ._storages import covering_shape, read_batch
+from ._storages import covering_shape, fits, read_batch
 
 if TYPE_CHECKING:
     import torch
@@ -198,14 +198,13 @@ def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> 
         )
     if target.device.type == "meta":
         return "has no memory"
-    last = sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
-    needed = (target.storage_offset() + last + 1) * target.itemsize if target.numel() else 0
-    if needed > target.untyped_storage().nbytes():
-        return "has no memory for all of its elements: its storage was freed or made smaller"
+    there, view = target.untyped_storage().nbytes(), (target.shape, target.stride())
+    if not fits(there, target.itemsize, target.storage_offset(), *view):
+        return "has too little memory for its elements: its memory was freed or made smaller"
     if torch._debug_has_internal_overlap(target) == 1:
         return "has one place in memory for several elements"
-    there = saved.untyped_storage()._cdata in layouts.numbers
-    return None if there else "has no values in the file"
+    stored = saved.untyped_storage()._cdata in layouts.numbers
+    return None if stored else "has no values in the file"
 
 
 def _unusual(tensor: torch.Tensor, layouts: Layouts) -> str | None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._device import Compute, Places
-from ._errors import MismatchError, UnsafeLoadError
+from ._errors import UnsafeLoadError
 from ._load_into import direct_place, match, set_values
 from ._names import tensors_by_path, walk_tensors
 from ._progress import Progress
-from ._storages import covering_shape, fits, is_strided, read_batch
+from ._storages import covering_shape, is_strided, read_batch
 
 if TYPE_CHECKING:
     import torch
@@ -50,14 +50,6 @@ class _Memory(NamedTuple):
             )
         except (RuntimeError, ValueError):  # Uninitialized parameters raise the latter.
             return None
-
-    def holds_all(self) -> bool:
-        """Whether every element lies within the storage. Wrappers of other tensors need none."""
-        import torch
-
-        if self.kind not in (torch.Tensor, torch.nn.Parameter):
-            return True
-        return fits(self.nbytes, self.dtype.itemsize, self.offset, self.shape, self.stride)
 
 
 class LiveWeights:
@@ -144,10 +136,6 @@ class LiveWeights:
         # If this fails, nothing is matched, and memory that was replaced can be freed.
         self._shape, self._places, self._copies = None, {}, []
         now = self._now()
-        empty = [path for path, memory in now if memory is not None and not memory.holds_all()]
-        if empty:
-            names = ", ".join(f"`{path}`" for path in empty[:8])
-            raise MismatchError(f"{names}: memory was freed, or is too small for the elements")
         # Aliases of the same memory: setting `.data` of a tensor later does not redirect them.
         found = match(self._weights, reader)
         pairs = [pair._replace(target=pair.target.detach()) for pair in found]

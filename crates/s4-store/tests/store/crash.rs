@@ -10,7 +10,7 @@ use s4_store::{
     SweepOptions,
 };
 
-use crate::{doing_at, faulty};
+use crate::{doing_at, faulty, now};
 
 /// Notes the points that are reached, and stops the world at one of them.
 #[derive(Debug, Default)]
@@ -38,10 +38,6 @@ fn options(stop: &Arc<Stop>) -> StoreOptions {
 }
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
-
-fn now() -> SweepOptions {
-    SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
-}
 
 /// A save, a delta, a rebase, retiring and sweeping, by a process that may stop anywhere.
 async fn life(place: &Place, stop: &Arc<Stop>) -> Result<(), Error> {

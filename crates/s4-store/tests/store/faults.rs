@@ -1,23 +1,15 @@
 //! Every request fails once, in every way: nothing that was acknowledged is lost, nothing that is
 //! listed is broken, and everything left behind is swept.
 
-use std::time::Duration;
-
 use s4_store::testing::{Fault, FaultStore, quick_options, toy};
-use s4_store::{
-    CheckOptions, Checkpoint, Error, Place, Resolution, Store, StoreOptions, SweepOptions, Writers,
-};
+use s4_store::{CheckOptions, Checkpoint, Error, Place, Resolution, Store, StoreOptions, Writers};
 
-use crate::faulty;
+use crate::{faulty, now};
 
 const LEN: usize = 40;
 
 fn content(n: u8) -> Vec<u8> {
     (0..LEN).map(|i| n.wrapping_mul(91) ^ i as u8).collect()
-}
-
-fn now() -> SweepOptions {
-    SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
 }
 
 /// A store with a base, two deltas on it, another base that is retired, and an orphan.

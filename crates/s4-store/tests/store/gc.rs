@@ -12,16 +12,12 @@ use s4_store::{CheckpointId, Digest, Place, Store, SweepOptions};
 use serde_json::json;
 
 use crate::counting::Counting;
-use crate::faulty;
+use crate::{faulty, now};
 
 fn counted() -> (Counting, Place) {
     let store = Counting::default();
     let objects: Arc<dyn ObjectStore> = Arc::new(store.clone());
     (store, Place::objects(objects, Path::from("s")))
-}
-
-fn now() -> SweepOptions {
-    SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
 }
 
 fn sealed(value: &serde_json::Value) -> Bytes {

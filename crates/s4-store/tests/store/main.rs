@@ -22,12 +22,18 @@ mod unretire;
 mod writers;
 
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use s4_store::testing::{FaultStore, quick_options};
-use s4_store::{CrashPoints, Place, StoreOptions};
+use s4_store::{CrashPoints, Place, StoreOptions, SweepOptions};
+
+/// A sweep of everything that is not needed now, as nobody else uses the store.
+fn now() -> SweepOptions {
+    SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
+}
 
 /// A store in memory that fails on command: the fault store and the place.
 fn faulty() -> (FaultStore, Place) {

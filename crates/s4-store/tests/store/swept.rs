@@ -2,7 +2,6 @@
 //! listed, and nothing else is lost than what that entry said.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use bytes::Bytes;
 use object_store::ObjectStoreExt;
@@ -10,17 +9,12 @@ use object_store::path::Path;
 use s4_store::testing::{FaultStore, quick_options, toy};
 use s4_store::{
     CheckOptions, Checkpoint, CheckpointId, Entry, Op, Place, RepairReport, Retention, Store,
-    SweepOptions,
 };
 
 use crate::damage::{Way, harm, steps};
-use crate::faulty;
+use crate::{faulty, now};
 
 const VIEW: &str = "runs/one/logck";
-
-fn now() -> SweepOptions {
-    SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
-}
 
 /// A store with its log, and a view that was stored halfway.
 struct Swept {

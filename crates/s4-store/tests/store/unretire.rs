@@ -8,11 +8,7 @@ use s4_store::testing::quick_options;
 use s4_store::{About, Best, Conflict, Error, Retention, Store, SweepOptions};
 
 use crate::damage::{grown, key, steps};
-use crate::doing_at;
-
-fn now() -> SweepOptions {
-    SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
-}
+use crate::{doing_at, now};
 
 #[tokio::test(start_paused = true)]
 async fn a_retired_checkpoint_comes_back_as_it_was() {
