@@ -376,6 +376,13 @@ def test_metadata_that_are_cut_or_changed_raise_what_is_documented(tmp_path: Pat
     assert refused > len(changed) // 2
 
 
+def test_a_folder_saved_through_s4w_is_named_as_such(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    dcp.save({"w": torch.randn(300, 300), "step": 5}, checkpoint_id=f"s4w://{folder}", no_dist=True)
+    with pytest.raises(s4weights.UnsupportedFormatError, match="saved through s4w://"):
+        load_folder(folder)
+
+
 def test_pieces_that_are_damaged_raise_what_is_documented(tmp_path: Path) -> None:
     folder = save(tmp_path / "a", {"w": torch.ones(2, 4), "step": 5})
     (file,) = folder.glob("*.distcp")

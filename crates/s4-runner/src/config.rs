@@ -1,5 +1,6 @@
 //! The service's configuration: a TOML file, whose values flags and environment variables override.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -128,7 +129,8 @@ impl Config {
         toml::from_str(&text).map_err(|e| {
             let before = e.span().map_or("", |span| &text[..span.start]);
             let line = 1 + before.matches('\n').count();
-            bad(format!("line {line}: {}", e.message()))
+            let key = key_before(before).map_or(String::new(), |key| format!(" `{key}`:"));
+            bad(format!("line {line}:{key} {}", e.message()))
         })
     }
 
@@ -156,6 +158,10 @@ impl Config {
         }
         check_storage_options(&self.storage_options)
             .map_err(|e| Error::Config(format!("`storage_options`: {e}")))?;
+        check_address("imds", &self.imds)?;
+        if let Some(program) = self.watch.as_ref().and_then(|watch| watch.pt_converter.as_ref()) {
+            check_program("watch.pt_converter", program)?;
+        }
         self.preset()?;
         self.entitlement.check()
     }
@@ -197,6 +203,42 @@ impl Config {
     }
 }
 
+/// The key whose value follows this text, if the text ends with one.
+fn key_before(text: &str) -> Option<&str> {
+    let line = text.lines().last()?;
+    let key = line.trim_end().strip_suffix('=')?.trim();
+    let fits = |c: char| c.is_ascii_alphanumeric() || "_-.\"".contains(c);
+    (!key.is_empty() && key.chars().all(fits)).then_some(key)
+}
+
+/// Checks that a member is the address of an HTTP service.
+pub(crate) fn check_address(member: &str, address: &str) -> Result<()> {
+    let url = reqwest::Url::parse(address).ok();
+    if url.is_some_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host()) {
+        return Ok(());
+    }
+    let what = "an address that begins with http:// or https:// is expected";
+    Err(Error::Config(format!("`{member}`: {what}")))
+}
+
+/// Checks that a program can be started: a file, or a name that is looked up in `PATH`.
+fn check_program(member: &str, program: &Path) -> Result<()> {
+    let is_program = |path: &Path| {
+        let mode = std::fs::metadata(path).map(|found| (found.is_file(), found.mode()));
+        mode.is_ok_and(|(is_file, mode)| is_file && mode & 0o111 != 0)
+    };
+    let found = if program.components().count() > 1 || program.is_absolute() {
+        is_program(program)
+    } else {
+        let folders = std::env::var_os("PATH").unwrap_or_default();
+        std::env::split_paths(&folders).any(|folder| is_program(&folder.join(program)))
+    };
+    if found {
+        return Ok(());
+    }
+    Err(Error::Config(format!("`{member}`: {} is no program", program.display())))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -225,6 +267,41 @@ mod tests {
         assert!(said.contains("`smal` is none of `fast`, `balanced` and `small`"), "{said}");
         let said = check("store = \"a\"\n\nbogus = 1\n");
         assert!(said.contains("line 3: ") && said.contains("bogus"), "{said}");
-        assert!(check("threads = -1\n").contains("line 1: "));
+        for (line, key) in [
+            ("threads = -1", "threads"),
+            ("keep_local = \"2\"", "keep_local"),
+            ("store = 5", "store"),
+            ("[watch]\nfolder = \"x\"\nremove = 1", "remove"),
+        ] {
+            let said = check(&format!("{line}\n"));
+            let number = line.lines().count();
+            assert!(said.contains(&format!("line {number}: `{key}`: invalid")), "{line}: {said}");
+        }
+        for imds in ["169.254.169.254", "file:///etc", "http://", ""] {
+            let said = check(&format!("store = \"a\"\nimds = {imds:?}\n"));
+            assert!(said.contains("`imds`: an address"), "{imds}: {said}");
+        }
+        let service =
+            "store = \"a\"\n[entitlement]\nmode = \"register-usage\"\nproduct_code = \"x\"\n";
+        let said = check(&format!("{service}region = \"eu west\"\n"));
+        assert!(said.contains("`region`"), "{said}");
+        let said = check(&format!("{service}endpoint = \"metering\"\n"));
+        assert!(said.contains("`entitlement.endpoint`: an address"), "{said}");
+    }
+
+    #[test]
+    fn a_converter_must_be_a_program() {
+        let check = |program: &str| {
+            check(&format!("store = \"a\"\n[watch]\nfolder = \"x\"\npt_converter = {program:?}\n"))
+        };
+        assert_eq!(check("sh"), "");
+        assert_eq!(check("/bin/sh"), "");
+        for program in ["no-such-program", "/no/such/program", "/etc/passwd", "/etc", ""] {
+            let said = check(program);
+            assert!(
+                said.contains("`watch.pt_converter`: ") && said.contains("no program"),
+                "{said}"
+            );
+        }
     }
 }

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from . import _core
 from ._dcp_metadata import planner_paths
 from ._errors import (
     CorruptDataError,
@@ -133,8 +134,8 @@ def load_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises `NotFoundError` if there is no ``.metadata``, which PyTorch writes last;
     `UnsafeLoadError` if something would run code; `CorruptDataError` if metadata and pieces
-    contradict each other; and `UnsupportedFormatError` for extensions, and for planners other than
-    PyTorch's.
+    contradict each other; and `UnsupportedFormatError` for extensions, for planners other than
+    PyTorch's, and for what was saved through ``s4w://``.
     """
     where = os.fspath(folder)
     try:
@@ -175,6 +176,7 @@ def _read_metadata(root: Path) -> Metadata:
     except FileNotFoundError:
         what = f"no {METADATA}: not a folder that torch.distributed.checkpoint has completed"
         raise NotFoundError(what) from None
+    _refuse_compressed(text[:16], METADATA)
     if len(text) > MAX_METADATA:
         raise LimitError(f"{METADATA} has more than {MAX_METADATA} bytes")
     try:
@@ -202,6 +204,9 @@ def _find_places(root: Path, stored: Any) -> dict[_Index, _Place]:
         key = fqn, None if offset is None else _numbers(fqn, offset)
         places[key] = _place(fqn, info)
     sizes = {name: _size_of(root, name) for name in {place.file for place in places.values()}}
+    for name in sizes:
+        with open(root / name, "rb") as file:
+            _refuse_compressed(file.read(16), name)
     end, before = 0, ""
     for place in sorted(places.values()):
         end = end if place.file == before else 0
@@ -209,6 +214,14 @@ def _find_places(root: Path, stored: Any) -> dict[_Index, _Place]:
             raise CorruptDataError(f"{place.file}: a piece is outside of it, or within another one")
         end, before = place.offset + place.length, place.file
     return places
+
+
+def _refuse_compressed(head: bytes, name: str) -> None:
+    if _core.is_s4w(head):
+        raise UnsupportedFormatError(
+            f"{name} was saved through s4w://, so the folder is compressed already:"
+            " load it with dcp.load and the same checkpoint_id"
+        )
 
 
 def _place(fqn: str, info: StorageInfo) -> _Place:

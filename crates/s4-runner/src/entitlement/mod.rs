@@ -17,6 +17,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::config::check_address;
 use crate::error::{Error, Result};
 use crate::imds::{Imds, NoAnswer};
 
@@ -146,6 +147,12 @@ impl Settings {
         }
         if self.try_seconds.max(self.total_seconds) > LONGEST {
             return bad("`try_seconds` and `total_seconds` must be at most a day");
+        }
+        if self.region.as_deref().is_some_and(|region| !register::is_region(region)) {
+            return bad("`region` is no region's name, such as eu-central-1");
+        }
+        if let Some(endpoint) = &self.endpoint {
+            check_address("entitlement.endpoint", endpoint)?;
         }
         match self.mode {
             Mode::Off => Ok(()),

@@ -21,13 +21,18 @@ struct Reply {
     public_key_rotation_timestamp: Option<serde_json::Value>,
 }
 
+/// Whether it can be the name of a region.
+pub(super) fn is_region(name: &str) -> bool {
+    !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-')
+}
+
 /// Asks once.
 pub(super) async fn ask(settings: &Settings, key: &Key, imds: &Imds) -> Result<(), No> {
     let region = match &settings.region {
         Some(region) => region.clone(),
         None => imds.get("/latest/meta-data/placement/region").await?,
     };
-    if region.is_empty() || !region.chars().all(|c| c.is_ascii_alphanumeric() || c == '-') {
+    if !is_region(&region) {
         return Err(No::new("invalid_region", "the region name is invalid"));
     }
     let nonce = Uuid::new_v4().simple().to_string();
