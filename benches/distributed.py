@@ -9,8 +9,9 @@ that does not count; a round takes as long as its slowest rank. Runs on GPUs if 
 extension, and with pinned memory and overlap. "Resharded" rows load into tensors that are sharded
 along another dimension.
 
-The folder's disk is filled and emptied first, by 16 times the state: a virtual machine gets memory from
-its host when it touches it first, which would slow down whatever is measured then.
+A memory disk is first filled with 16 times the state, fewer bytes than the saves write, and emptied:
+a virtual machine gets its memory from the host at the first touch, which would slow down the rows that
+happen to run first. ``--out`` keeps the seconds of every round, the first one included.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from s4weights.dcp import LoadPlanner, Stager, StorageReader, StorageWriter
 
 ROUNDS = 3
 
-#: Times the state that all saves together write.
-WRITTEN = 16
+#: The disk is filled with this many times the state before anything is measured.
+FILLED = 16
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
         shutil.rmtree(args.folder, ignore_errors=True)
         args.folder.mkdir(parents=True)
     dist.barrier()
-    touch_disk(args.folder / f"touched-{rank}", int(WRITTEN * args.gb * 1e9) // world)
+    touch_disk(args.folder / f"touched-{rank}", int(FILLED * args.gb * 1e9) // world)
     bench = Bench(args.folder, device, train(args.gb, device, world), args.only)
     bench.run()
     if rank == 0:
@@ -228,8 +229,7 @@ class Bench:
         for _ in range(ROUNDS + 1):
             before()
             times.append(self.timed(call))
-        self.note(name, min(times[1:]), None, where)
-        self.rows[-1:] = [row | {"rounds_s": times} for row in self.rows[-1:]]
+        self.note(name, min(times[1:]), None, where, times)
 
     def background(self, name: str, arguments: Callable[[], dict[str, Any]]) -> None:
         if not any(part in name for part in self.only):
@@ -259,7 +259,7 @@ class Bench:
             getattr(futures[0], "upload_completion", futures[0]).result()
             dist.barrier()
             whole.append(time.perf_counter() - started)
-        self.note(name, min(whole[1:]), min(blocked[1:]), None)
+        self.note(name, min(whole[1:]), min(blocked[1:]), None, whole)
 
     def timed(self, call: Callable[[], object]) -> float:
         """Seconds of the slowest rank."""
@@ -276,7 +276,14 @@ class Bench:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def note(self, name: str, whole: float, blocked: float | None, where: Path | None) -> None:
+    def note(
+        self,
+        name: str,
+        whole: float,
+        blocked: float | None,
+        where: Path | None,
+        rounds: list[float] | None = None,
+    ) -> None:
         if dist.get_rank():
             return
         stored = None
@@ -284,7 +291,10 @@ class Bench:
             stored = s4weights.CheckpointStore(where).list()[-1].bytes
         elif where is not None:
             stored = sum(f.stat().st_size for f in where.rglob("*") if f.is_file())
-        self.rows.append({"row": name, "whole_s": whole, "blocked_s": blocked, "bytes": stored})
+        self.rows.append(
+            {"row": name, "whole_s": whole, "blocked_s": blocked, "bytes": stored}
+            | ({} if rounds is None else {"rounds_s": rounds})
+        )
         self.print(self.rows[-1:])
 
     def print(self, rows: list[dict[str, Any]] | None = None) -> None:
