@@ -267,7 +267,11 @@ mod tests {
 
     #[test]
     fn a_free_port_can_be_listened_to() {
-        let port = free_port().unwrap_or(0);
-        assert!(port > 0 && std::net::TcpListener::bind(("127.0.0.1", port)).is_ok());
+        // Another process may take a port right after it was found to be free.
+        let is_free = |_| {
+            let port = free_port().unwrap_or(0);
+            port > 0 && std::net::TcpListener::bind(("127.0.0.1", port)).is_ok()
+        };
+        assert!((0..5).any(is_free));
     }
 }
