@@ -81,6 +81,8 @@ def test_the_service_fits_into_the_notice_of_a_spot_instance() -> None:
     assert int(drain) + 5 < stop < 120
     assert setting("Type") == ["notify"]
     assert setting("RestartPreventExitStatus") == ["77 78"]
+    # Told to end, with something left to upload: `systemctl stop` leaves no failed unit.
+    assert setting("SuccessExitStatus") == ["74"]
     assert seconds(setting("WatchdogSec")[0]) >= 120
 
 

@@ -130,7 +130,7 @@ impl Config {
             let before = e.span().map_or("", |span| &text[..span.start]);
             let line = 1 + before.matches('\n').count();
             let key = key_before(before).map_or(String::new(), |key| format!(" `{key}`:"));
-            bad(format!("line {line}:{key} {}", e.message()))
+            bad(format!("line {line}:{key} {}", without_value(e.message())))
         })
     }
 
@@ -211,6 +211,21 @@ fn key_before(text: &str) -> Option<&str> {
     (!key.is_empty() && key.chars().all(fits)).then_some(key)
 }
 
+/// A parser's message without the value that it repeats, which may be a secret: what is left says which
+/// type was found and which one is expected.
+fn without_value(message: &str) -> String {
+    let about_value =
+        message.starts_with("invalid type: ") || message.starts_with("invalid value: ");
+    let begin = message.find(['"', '`']).filter(|_| about_value);
+    match (begin, message.rfind(", expected ")) {
+        (Some(begin), Some(end)) if begin < end => {
+            format!("{}{}", message[..begin].trim_end(), &message[end..])
+        }
+        (Some(begin), _) => message[..begin].trim_end().to_owned(),
+        _ => message.to_owned(),
+    }
+}
+
 /// Checks that a member is the address of an HTTP service.
 pub(crate) fn check_address(member: &str, address: &str) -> Result<()> {
     let url = reqwest::Url::parse(address).ok();
@@ -277,6 +292,19 @@ mod tests {
             let number = line.lines().count();
             assert!(said.contains(&format!("line {number}: `{key}`: invalid")), "{line}: {said}");
         }
+        let options = "store = \"a\"\n[storage_options]\n";
+        for (value, found) in [
+            ("12345678", "integer"),
+            ("1234.5678", "floating point"),
+            ("[\"12345678\"]", "sequence"),
+            ("{ key = \"12345678\" }", "map"),
+        ] {
+            let said = check(&format!("{options}secret = {value}\n"));
+            assert!(said.contains(&format!("line 3: `secret`: invalid type: {found}")), "{said}");
+            assert!(said.contains("expected a string") && !said.contains("5678"), "{said}");
+        }
+        let said = check("store = \"a\"\nstorage_options = \"hush, expected `x\"\n");
+        assert!(said.ends_with("invalid type: string, expected a map"), "{said}");
         for imds in ["169.254.169.254", "file:///etc", "http://", ""] {
             let said = check(&format!("store = \"a\"\nimds = {imds:?}\n"));
             assert!(said.contains("`imds`: an address"), "{imds}: {said}");

@@ -37,6 +37,17 @@ pub enum Error {
         /// The underlying error.
         source: io::Error,
     },
+    /// It ended on request, but something that it had accepted is not durable yet. The journal has it.
+    #[error(
+        "{count} of the accepted checkpoints are not durable yet: {which}; the next start with this state \
+         folder and staging folder resumes them"
+    )]
+    NotDurable {
+        /// How many.
+        count: usize,
+        /// Their steps and states.
+        which: String,
+    },
     /// The service could not set itself up: no async runtime, thread or HTTP client.
     #[error("{0}")]
     Internal(String),
@@ -47,13 +58,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
     /// The exit code, after `sysexits.h`: 78 for a bad configuration, 77 for a refusal, 75 for what
-    /// may work later, 69 for a missing GPU, 71 for an error of the operating system, 70 for the
-    /// rest.
+    /// may work later, 74 for an end that leaves something to upload, 69 for a missing GPU, 71 for an
+    /// error of the operating system, 70 for the rest.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Config(_) => 78,
             Self::Denied { .. } => 77,
+            Self::NotDurable { .. } => 74,
             Self::Unreachable(_) | Self::Locked(_) => 75,
             Self::Io { .. } => 71,
             Self::NoGpu(_) => 69,

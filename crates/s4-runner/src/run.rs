@@ -64,11 +64,11 @@ fn devices() -> std::result::Result<String, String> {
 }
 
 /// Runs the service until a signal ends it and everything accepted is durable, or time is up; the
-/// journal keeps the rest for the next start. The start goes in this order: configuration,
+/// journal keeps the rest for the next start, and [`Error::NotDurable`] names it. The start goes in this order: configuration,
 /// entitlement, GPU, journal, sockets, `READY=1`.
 ///
 /// # Errors
-/// [`Error`]; nothing listens then.
+/// [`Error`]; except for `NotDurable`, nothing listened.
 pub fn run(config: Config, hooks: Hooks) -> Result<()> {
     config.check()?;
     memory::give_back();
@@ -112,13 +112,28 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     join(threads).await;
     // The next start replaces it anyway.
     let _ = std::fs::remove_file(&service.config.socket);
-    match open {
-        0 => tracing::info!("all that was accepted is durable"),
-        n => {
-            tracing::warn!("{n} checkpoints are not durable yet: the next start resumes them")
-        }
+    let records = service.queue.list();
+    let failed: Vec<_> = records.iter().filter(|r| r.state == State::Failed).collect();
+    if !failed.is_empty() {
+        tracing::warn!("failed, and kept until they are forgotten: {}", named(&failed));
     }
-    Ok(())
+    if open == 0 {
+        tracing::info!("all that was accepted is durable");
+        return Ok(());
+    }
+    let left: Vec<_> = records.iter().filter(|r| !r.state.is_final()).collect();
+    Err(Error::NotDurable { count: left.len(), which: named(&left) })
+}
+
+/// The steps of checkpoints and their states, the first of them if there are many.
+fn named(records: &[&Record]) -> String {
+    const MOST: usize = 20;
+    let one = |r: &&Record| format!("step {} ({})", r.step, r.state.name());
+    let mut all: Vec<_> = records.iter().take(MOST).map(one).collect();
+    if records.len() > MOST {
+        all.push(format!("{} more", records.len() - MOST));
+    }
+    all.join(", ")
 }
 
 /// Says what encodes, and why.

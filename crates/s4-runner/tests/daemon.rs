@@ -123,6 +123,36 @@ fn a_store_that_cannot_be_reached_delays_and_loses_nothing() {
 }
 
 #[test]
+fn a_shutdown_that_leaves_something_says_so() {
+    let setup = Setup::new("drain_seconds = 1\n");
+    fs::write(setup.store(), "").unwrap();
+    let log = fs::File::create(setup.path("log")).unwrap();
+    let mut daemon = setup.start_with("", |command| _ = command.stderr(log));
+    for step in [7, 8] {
+        setup.wait(setup.save(step), "verified");
+    }
+    daemon.signal("TERM");
+    assert_eq!(daemon.wait().code(), Some(74));
+    drop(daemon);
+    let said = fs::read_to_string(setup.path("log")).unwrap();
+    assert!(said.contains("2 of the accepted checkpoints are not durable yet: step 7 ("), "{said}");
+    assert!(said.contains("step 8 (") && said.contains("the next start"), "{said}");
+    // A second signal ends it at once, with the same code.
+    let setup = Setup { more: "drain_seconds = 300\n".into(), ..setup };
+    let mut daemon = setup.start();
+    daemon.signal("TERM");
+    daemon.signal("TERM");
+    std::thread::sleep(Duration::from_millis(200));
+    daemon.signal("INT");
+    assert_eq!(daemon.wait().code(), Some(74));
+    drop(daemon);
+    fs::remove_file(setup.store()).unwrap();
+    let setup = Setup { more: String::new(), ..setup };
+    assert!(setup.start().stop(), "everything is durable");
+    setup.check_store(&[7, 8]);
+}
+
+#[test]
 fn what_was_forgotten_keeps_nobody_from_being_ready() {
     let setup = Setup::default();
     let daemon = setup.start();
