@@ -319,8 +319,49 @@ def test_options(path: Path) -> None:
     for bad in ({"preset": "tiny"}, {"device": "tpu"}):
         with pytest.raises(ValueError, match=next(iter(bad.values()))):
             s4weights.save(OBJ, path, **bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="threads=-1"):
-        s4weights.save(OBJ, path, threads=-1)
+
+
+@pytest.mark.parametrize(
+    ("threads", "error", "what"),
+    [
+        (0, ValueError, "threads=0: an integer of 1 or more expected"),
+        (-1, ValueError, "threads=-1: an integer of 1 or more expected"),
+        (1 << 64, ValueError, "an integer of 1 or more expected"),
+        ("2", TypeError, "threads='2': an integer expected"),
+        (2.0, TypeError, "threads=2.0: an integer expected"),
+        (True, TypeError, "threads=True: an integer expected"),
+    ],
+)
+def test_threads_are_checked_alike_everywhere(
+    path: Path, threads: Any, error: type[Exception], what: str
+) -> None:
+    from s4weights.dcp import Stager
+    from s4weights.sync import Subscriber
+
+    s4weights.save(OBJ, path)
+    store = str(path.parent / "store")
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: s4weights.save(OBJ, path, threads=threads),
+        "background": lambda: s4weights.save(OBJ, path, threads=threads, blocking=False),
+        "load": lambda: s4weights.load(path, threads=threads),
+        "load_into": lambda: s4weights.load_into({**OBJ}, path, threads=threads),
+        "verify": lambda: s4weights.verify(path, threads=threads),
+        "open": lambda: s4weights.open(path, threads=threads),
+        "numpy.save": lambda: s4weights.numpy.save({}, path, threads=threads),
+        "numpy.load": lambda: s4weights.numpy.load(path, threads=threads),
+        "numpy.open": lambda: s4weights.numpy.open(path, threads=threads),
+        "patch": lambda: s4weights.patch(threads=threads),
+        "store": lambda: s4weights.CheckpointStore(store, threads=threads),
+        "load_checkpoint": lambda: s4weights.load_checkpoint(store, threads=threads),
+        "stager": lambda: Stager(threads=threads),
+        "subscriber": lambda: Subscriber(store, {}, threads=threads),
+        "socket": lambda: Subscriber(f"unix://{path.parent}/s", {}, threads=threads),
+    }
+    for name, call in calls.items():
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value).endswith(what), (name, caught.value)
+    assert not Path(store).exists()
 
 
 def test_reports(path: Path) -> None:
@@ -343,24 +384,3 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
     s4weights.save(OBJ, path, blocking=False).wait(60)
     with s4weights.open(path) as f:
         assert list(f) == ["weight"]
-
-
-def test_numbers_of_threads(path: Path) -> None:
-    s4weights.save(OBJ, path)
-    for threads in (-1, 1 << 64):
-        for use in (
-            lambda n: s4weights.save(OBJ, path, threads=n),
-            lambda n: s4weights.save(OBJ, path, threads=n, blocking=False),
-            lambda n: s4weights.load(path, threads=n),
-            lambda n: s4weights.load_into({**OBJ}, path, threads=n),
-            lambda n: s4weights.open(path, threads=n),
-            lambda n: s4weights.verify(path, threads=n),
-            lambda n: s4weights.patch(threads=n),
-            lambda n: s4weights.numpy.save({}, path, threads=n),
-            lambda n: s4weights.numpy.load(path, threads=n),
-            lambda n: s4weights.numpy.open(path, threads=n),
-        ):
-            with pytest.raises(ValueError, match=f"threads={threads}: a number of threads"):
-                use(threads)
-    with pytest.raises(TypeError):
-        s4weights.load(path, threads="two")  # type: ignore[arg-type]

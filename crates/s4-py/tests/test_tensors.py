@@ -150,6 +150,32 @@ def test_sparse_tensors(path: Path) -> None:
     assert names[:2] == ["coo.indices", "coo.values"] and "csr.crow_indices" in names
 
 
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:Validating sparse")
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_sparse_tensors_on_meta(path: Path, weights_only: bool) -> None:
+    dense = torch.tensor([[0.0, 2.0, 0, 0], [3.0, 0, 0, 1]])
+    obj = {
+        "coo": dense.to_sparse_coo(),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.half().to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((1, 2)),
+        "bsc": dense.to_sparse_bsc((2, 2)),
+        "batch": torch.stack([dense, dense]).to_sparse_csr(),
+        "hybrid": torch.ones(2, 4, 3).to_sparse_csr(dense_dim=1),
+        "dense": dense,
+    }
+    s4weights.save(obj, path)
+    loaded = s4weights.load(path, "meta", weights_only=weights_only)
+    for name, tensor in obj.items():
+        wanted, found = tensor.to("meta"), loaded[name]
+        assert found.device.type == "meta" and found.layout == wanted.layout, name
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
+        if name not in ("coo", "dense"):
+            assert found.values().shape == wanted.values().shape, name
+    # Real values are checked as before, also after such a load.
+    assert_identical(through_torch(obj), s4weights.load(path, weights_only=weights_only))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.quantize")
 def test_quantized_tensors(path: Path) -> None:
     channels = (torch.rand(4), torch.arange(4), 0)

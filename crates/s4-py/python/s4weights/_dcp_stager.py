@@ -17,6 +17,7 @@ from . import _core
 from ._device import Compute
 from ._names import walk_tensors
 from ._pending import HostBuffer
+from ._sources import check_threads
 from ._staging import Budget, copy_on_devices
 from ._storages import Hint, StorageWriter, is_strided
 
@@ -128,6 +129,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
         gpu_scratch: int | None = None,
         device_reserve: int | None = None,
     ) -> None:
+        check_threads(threads)
         self._shared, self._threads = shared_memory, threads
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
         self._budget = Budget(None, device_reserve, self._compute().scratch).check()

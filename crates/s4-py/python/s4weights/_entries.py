@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ._sources import check_threads
+
 
 @dataclass(frozen=True)
 class CheckpointEntry:
@@ -117,7 +119,8 @@ def checked_number(name: str, value: object, least: int) -> None:
 
 def check_numbers(arguments: Mapping[str, object]) -> None:
     """Raises for numbers that a store cannot work with."""
-    least = {"max_chain": 1, "threads": 1, "bandwidth": 1, "max_hops": 1, "parent_memory": 0}
+    check_threads(arguments["threads"])
+    least = {"max_chain": 1, "bandwidth": 1, "max_hops": 1, "parent_memory": 0}
     for name, at_least in least.items():
         checked_number(name, arguments[name], at_least)
 

@@ -170,6 +170,28 @@ def _stand_in_mode() -> Any:
     return Mode
 
 
+@functools.cache
+def _sparse_mode() -> Any:
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
+        """On the device "meta", compressed sparse tensors must be without values, as those are that
+        ``Tensor.to("meta")`` makes.
+        """
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.sparse_compressed_tensor and args[2].device.type == "meta":
+                compressed, plain, values, *rest = args
+                none = (*[slice(None)] * (compressed.dim() - 1), slice(0, 0))
+                args = (compressed, plain[none], values[none], *rest)
+            return func(*args, **(kwargs or {}))
+
+    return Mode
+
+
 def load(
     stream: bytes,
     storages: StorageReader,
@@ -190,10 +212,13 @@ def load(
     unchecked = _unchecked_sparse_tensors()
     before = len(unchecked)
     try:
-        with stand_ins or contextlib.nullcontext():
+        sparse = stand_ins is None and b"_rebuild_sparse_tensor" in stream
+        with stand_ins or (_sparse_mode()() if sparse else contextlib.nullcontext()):
             obj = unpickler.load()
         storages.check_sizes()
         if stand_ins is None:
+            # Without values there is nothing to check.
+            unchecked[before:] = [t for t in unchecked[before:] if t.device.type != "meta"]
             _validate_sparse(weights_only=pickle_module is None)
     except (S4Error, OSError, MemoryError):
         raise

@@ -47,9 +47,19 @@ def is_url(f: object) -> bool:
 
 
 def check_threads(threads: object) -> None:
-    """Raises unless ``threads`` is ``None`` or a number of threads."""
-    if threads is not None and not 0 <= operator.index(threads) < _THREADS:  # type: ignore[arg-type]
-        raise ValueError(f"threads={threads!r}: a number of threads expected")
+    """Raises unless ``threads`` is ``None`` or a number of threads: each call that takes threads
+    checks them with this, before it does anything.
+    """
+    if threads is None:
+        return
+    try:
+        number = operator.index(threads)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(threads, bool):
+        raise TypeError(f"threads={threads!r}: an integer expected")
+    if not 1 <= number < _THREADS:
+        raise ValueError(f"threads={threads!r}: an integer of 1 or more expected")
 
 
 def absolute(place: str | os.PathLike[str]) -> str:

@@ -40,6 +40,7 @@ from ._entries import CheckpointEntry, Retention
 from ._errors import CorruptDataError, NotFoundError, S4Error
 from ._pending import PendingSave
 from ._report import Recorder
+from ._sources import check_threads
 from ._staging import Stage
 from ._store import CheckpointStore
 from ._sync_live import LiveWeights, tensors_of
@@ -357,6 +358,7 @@ class Subscriber:
         gpu_scratch: int | None = None,
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
+        check_threads(threads)
         compute = Compute(device, gpu_scratch)
         text = os.fspath(source)
         self._source: _Source
