@@ -466,7 +466,7 @@ impl Inner {
         let delete = |meta: ObjectMeta| async move { self.io.delete(&meta.location).await };
         let deletes = futures::stream::iter(found).map(delete);
         deletes.buffer_unordered(self.concurrency()).try_collect::<()>().await?;
-        self.reached("delete.data").await;
+        self.reached("delete.begun").await;
         if let Some(meta) = last {
             self.io.delete(&meta.location).await?;
         }

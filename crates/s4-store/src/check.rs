@@ -10,6 +10,7 @@ use crate::id::CheckpointId;
 use crate::layout::Part;
 use crate::reading::Reading;
 use crate::rebase::CallbackError;
+use crate::repair::RepairReport;
 use crate::state::{Checkpoint, State};
 use crate::store::Store;
 use crate::view;
@@ -84,6 +85,8 @@ pub struct CheckReport {
     pub objects: u64,
     /// Bytes that were read and hashed.
     pub bytes_read: u64,
+    /// If the log is damaged: what a repair would do, and what is lost.
+    pub repair: Option<RepairReport>,
     /// Attempts and retired checkpoints that still have objects, and their bytes.
     pub unlisted: BTreeMap<CheckpointId, u64>,
     /// The checkpoints in `findings`.
@@ -174,6 +177,7 @@ impl Store {
             other => return other,
         }
         let survey = inner.survey(view::read(inner).await).await?;
+        report.repair = Some(inner.repair_report(&survey).await?);
         for damage in survey.damage {
             report.found(None, inner.damaged(damage));
         }

@@ -150,7 +150,7 @@ impl Inner {
         if head == 0 {
             return self.check_repo().await;
         }
-        match self.read_slot(head).await? {
+        match self.read_slot(head).await.map_err(|e| self.unreadable(head, e))? {
             Seen::Entry(..) => Ok(()),
             Seen::Empty => Err(self.gone(head)),
         }

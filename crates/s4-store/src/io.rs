@@ -198,6 +198,12 @@ impl Io {
         };
         let told = |(found, key): (io::Result<T>, &Path)| match found {
             Ok(found) => Some(Ok(found)),
+            // Listings do not show it, and nothing can be created in its place: taken for a missing
+            // object, it would be the end of the log for readers and no end of tries for writers.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && folder.path_of(key).is_symlink() => {
+                let what = "a link that leads nowhere: is a file system not mounted?";
+                Some(Err(Error::corrupt(key, what)))
+            }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Some(Err(Error::missing(key))),
             Err(_) => None,
         };

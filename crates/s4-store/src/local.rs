@@ -131,6 +131,11 @@ impl Folder {
         }
     }
 
+    /// When something in a folder of the store was last made or removed.
+    pub(crate) fn modified(&self, folder: &object_store::path::Path) -> Option<SystemTime> {
+        fs::metadata(self.path_of(folder)).and_then(|meta| meta.modified()).ok()
+    }
+
     /// Removes a folder of the store if it is empty.
     pub(crate) fn remove_if_empty(&self, folder: &object_store::path::Path) {
         // Not empty, or gone: both are fine.

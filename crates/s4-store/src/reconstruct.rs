@@ -54,22 +54,39 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     ops
 }
 
-/// Adds a stand-in for each checkpoint that has ended but that an entry names as its parent or as
-/// replaced. It gets an earlier one of the `lost` numbers: nothing more is known about it, or
-/// matters.
+/// What replaced each checkpoint, as far as entries say. A replacement is created only while the old
+/// checkpoint is listed, so it proves that an earlier entry listed that one, and with which hash.
+pub(crate) fn heirs<'a>(good: &[&'a Entry]) -> BTreeMap<CheckpointId, &'a Publish> {
+    let heir = |entry: &&'a Entry| match &entry.op {
+        Op::Publish(about) => Some((about.replaces?.id, about)),
+        _ => None,
+    };
+    good.iter().filter_map(heir).collect()
+}
+
+/// Whether a later entry replaces what this one publishes.
+pub(crate) fn has_heir(heirs: &BTreeMap<CheckpointId, &Publish>, entry: &Entry) -> bool {
+    entry.op.published().is_some_and(|id| heirs.contains_key(&id))
+}
+
+/// Adds a stand-in for each checkpoint that has ended (which `is_over` says, or an heir proves) but that
+/// an entry names as its parent or as replaced, and that no entry publishes. It gets an earlier one of
+/// the `lost` numbers: nothing more is known about it, or matters.
 pub(crate) fn adopt(
     ops: &mut BTreeMap<u64, Op>,
-    state: &State,
     lost: &BTreeSet<u64>,
     good: &[&Entry],
+    is_over: impl Fn(CheckpointId) -> bool,
 ) {
+    let heirs = heirs(good);
     let op_of = |entry: &&Entry| entry.op.published();
     let mut there: BTreeSet<_> = good.iter().filter_map(op_of).collect();
     there.extend(lost.iter().filter_map(|n| ops.get(n)?.published()));
     for entry in good {
         let Op::Publish(about) = &entry.op else { continue };
         for named in about.parent.iter().chain(&about.replaces) {
-            if state.dead(named.id).is_none() || !there.insert(named.id) {
+            let heir = heirs.get(&named.id);
+            if heir.is_none() && !is_over(named.id) || !there.insert(named.id) {
                 continue;
             }
             let free = lost.range(..entry.n).rev().find(|n| !ops.contains_key(*n));
@@ -81,7 +98,7 @@ pub(crate) fn adopt(
                     since_base: 0,
                     replaces: None,
                     order: None,
-                    ..about.clone()
+                    ..(*heir.unwrap_or(&about)).clone()
                 };
                 ops.insert(*free, Op::Publish(stand_in));
             }

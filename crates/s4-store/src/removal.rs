@@ -1,5 +1,5 @@
-//! How a sweep deletes: the log first gives up checkpoints that could be listed again, data goes
-//! before manifests, and a full disk does not keep a sweep from making room.
+//! How a sweep deletes: the log first gives up checkpoints that could be listed again, manifests go
+//! before data, and a full disk does not keep a sweep from making room.
 
 use std::collections::BTreeSet;
 
@@ -81,7 +81,8 @@ impl Inner {
         Ok(doomed.iter().map(|d| d.id).filter(is_given_up).collect())
     }
 
-    /// Deletes objects, manifests last.
+    /// Deletes objects, manifests first: if the log loses the entry that ended a checkpoint, the missing
+    /// manifest is what shows that a sweep, even one that was interrupted, has begun to delete it.
     async fn delete(&self, doomed: Vec<Doomed>, report: &mut SweepReport) {
         if doomed.is_empty() {
             return;
@@ -89,13 +90,13 @@ impl Inner {
         let manifests: BTreeSet<_> =
             doomed.iter().map(|d| self.layout.part(d.id, Part::Manifest)).collect();
         let keys = doomed.iter().flat_map(|d| d.keys.iter().cloned());
-        let (last, data): (Vec<_>, Vec<_>) = keys.partition(|key| manifests.contains(key));
-        let mut failed = self.io.delete_all(data, self.concurrency()).await;
-        self.reached("delete.data").await;
+        let (first, data): (Vec<_>, Vec<_>) = keys.partition(|key| manifests.contains(key));
+        let mut failed = self.io.delete_all(first, self.concurrency()).await;
+        self.reached("delete.begun").await;
         let id_of = |key: &Path| self.layout.parse_part(key).map(|(id, _)| id);
         let stay: BTreeSet<_> = failed.iter().filter_map(|(key, _)| id_of(key)).collect();
-        let last = last.into_iter().filter(|key| id_of(key).is_none_or(|id| !stay.contains(&id)));
-        failed.extend(self.io.delete_all(last.collect(), self.concurrency()).await);
+        let data = data.into_iter().filter(|key| id_of(key).is_none_or(|id| !stay.contains(&id)));
+        failed.extend(self.io.delete_all(data.collect(), self.concurrency()).await);
         for d in doomed {
             let of = |(key, _): &&(Path, Error)| id_of(key) == Some(d.id);
             match failed.iter().find(of) {

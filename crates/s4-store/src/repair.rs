@@ -21,7 +21,7 @@ use crate::id::{CheckpointId, WriteId};
 use crate::manifest::MAX_OBJECT;
 use crate::options::StoreOptions;
 use crate::place::Place;
-use crate::reconstruct::{MOST_IDS, adopt, proven_retires, reconstruct};
+use crate::reconstruct::{MOST_IDS, adopt, has_heir, heirs, proven_retires, reconstruct};
 use crate::salvage::{Salvage, Slot};
 use crate::seal;
 use crate::state::{Checkpoint, State};
@@ -104,6 +104,13 @@ impl Store {
 }
 
 impl Inner {
+    /// What a repair would do, and lose.
+    pub(crate) async fn repair_report(&self, survey: &Salvage) -> Result<RepairReport> {
+        let mut plan = self.plan_repair(survey).await?;
+        plan.report.listed = plan.state.list().into_iter().cloned().collect();
+        Ok(plan.report)
+    }
+
     async fn plan_repair(&self, survey: &Salvage) -> Result<Plan> {
         let mut plan = Plan::default();
         plan.report.damage.clone_from(&survey.damage);
@@ -116,7 +123,7 @@ impl Inner {
         let there: BTreeMap<u64, &Op> = good.iter().map(|e| (e.n, &e.op)).collect();
         let lost: BTreeSet<u64> = (1..=last).filter(|n| !there.contains_key(n)).collect();
         known.retain(|n, _| lost.contains(n));
-        adopt(&mut known, &survey.anchor, &lost, &good);
+        adopt(&mut known, &lost, &good, |id| survey.anchor.dead(id).is_some());
         let op_at = |n| match there.get(&n) {
             Some(op) => Some((n, *op, false)),
             None => known.get(&n).map(|op| (n, op, true)),
@@ -130,6 +137,7 @@ impl Inner {
         }
         let ours = WriteId::new(self.options.ids.next());
         let now = Utc::now().timestamp_millis();
+        let heirs = heirs(&good);
         for n in 1..=last {
             let slot = survey.slots.read.get(&n);
             let was = match slot {
@@ -144,7 +152,8 @@ impl Inner {
                     Entry { v: 1, n, prev: plan.state.head_hash, write_id: ours, at_ms: now, op }
                 }
             };
-            plan.write(self, entry, was.map(|(entry, _)| &**entry))?;
+            let has_heir = has_heir(&heirs, &entry);
+            plan.write(self, entry, was.map(|(entry, _)| &**entry), has_heir)?;
         }
         let hollow = self.hollow(&plan.state, &survey.stored).await?;
         plan.retire_hollow(self, &hollow, ours, now)?;
@@ -208,7 +217,11 @@ impl Inner {
     async fn set_aside(&self, from: &Path, to: Path, max: u64) -> Result<Option<String>> {
         let (bytes, is_cut) = match self.io.get(from, max).await {
             Ok(bytes) => (bytes, false),
-            Err(Error::Corrupt { .. }) => (self.io.get_range(from, 0..max).await?, true),
+            Err(Error::Corrupt { .. }) => match self.io.get_range(from, 0..max).await {
+                // A link that leads nowhere.
+                Err(e) if e.is_missing() => return Ok(None),
+                part => (part?, true),
+            },
             Err(e) if e.is_missing() => return Ok(None),
             Err(e) => return Err(e),
         };
@@ -231,10 +244,16 @@ impl Plan {
     }
 
     /// Adds an entry in place of `was`, or of an entry that could not be read.
-    fn write(&mut self, inner: &Inner, mut entry: Entry, was: Option<&Entry>) -> Result<()> {
+    fn write(
+        &mut self,
+        inner: &Inner,
+        mut entry: Entry,
+        was: Option<&Entry>,
+        has_heir: bool,
+    ) -> Result<()> {
         let n = entry.n;
         entry.prev = self.state.head_hash;
-        let (op, refused) = self.state.salvage(&entry);
+        let (op, refused) = self.state.salvage(&entry, has_heir);
         for conflict in refused {
             self.lose(n, entry_published(&entry), conflict.to_string());
         }

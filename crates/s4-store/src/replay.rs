@@ -75,10 +75,20 @@ impl Inner {
         if !self.read_only {
             return Err(error);
         }
-        tracing::warn!(%error, "the log is damaged: listing what can be proved");
         let (state, damage) = self.salvage(view).await?;
         let state = Arc::new(state);
         Ok(Known { state, viewed: 0, damage, read_at: Some(Instant::now()), ..Known::default() })
+    }
+
+    /// Warns of a damaged log.
+    pub(crate) fn warn_of(&self, damage: &[LogDamage]) {
+        if let Some(first) = damage.first() {
+            tracing::warn!(
+                store = %self.name,
+                "the log is damaged: {first}; showing what can be proved. `s4w store repair` says what a \
+                 repair would lose"
+            );
+        }
     }
 
     /// Replays the whole log, trusting nothing else.
@@ -132,6 +142,10 @@ impl Inner {
             return Ok(());
         }
         let Known { state, viewed, damage, read_at, .. } = self.load().await?;
+        // Once for each damage, not whenever it is read again.
+        if damage != known.damage {
+            self.warn_of(&damage);
+        }
         (known.state, known.viewed, known.damage, known.read_at) = (state, viewed, damage, read_at);
         known.own.reread = true;
         Ok(())

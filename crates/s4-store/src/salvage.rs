@@ -3,9 +3,10 @@
 //! Each readable entry carries its own hash, and the next entry names it, too; a view carries the
 //! hash of the entry that it ends with. So a bad entry loses only its own content: earlier entries
 //! keep their meaning, and later ones are applied as far as the rules of the log allow. A checkpoint
-//! that a lost entry retired is listed again, unless a later `abort` proves that it was retired. No
-//! checkpoint counts whose manifest is not there: a sweep may have deleted it after an entry that is
-//! lost.
+//! that a lost entry retired is listed again, unless a later `abort` proves that it was retired. One
+//! that a lost entry published counts as published if a later entry replaced it, so the replacement
+//! is listed. No checkpoint counts whose manifest is not there: a sweep may have deleted it after an
+//! entry that is lost.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,7 +17,8 @@ use crate::entry::{Entry, Op};
 use crate::error::{Error, LogDamage, Result};
 use crate::id::{CheckpointId, WriteId};
 use crate::layout::Part;
-use crate::reconstruct::proven_retires;
+use crate::log::Seen;
+use crate::reconstruct::{MOST_IDS, adopt, has_heir, heirs, proven_retires};
 use crate::state::State;
 use crate::store::Inner;
 
@@ -126,8 +128,14 @@ impl Inner {
     /// Lists the log, and reads the entries from `from` on.
     pub(crate) async fn read_slots(&self, from: u64) -> Result<Slots> {
         let listed = self.io.list(&self.layout.log(), None).await?;
-        let taken: BTreeSet<u64> =
+        let mut taken: BTreeSet<u64> =
             listed.iter().filter_map(|m| self.layout.parse_entry(&m.location)).collect();
+        // A listing may be stale, and shows no link that leads nowhere.
+        let next = taken.last().copied().unwrap_or(0).max(from).saturating_add(1);
+        let after = self.read_slot(next).await;
+        if !matches!(after, Ok(Seen::Empty)) {
+            taken.insert(next);
+        }
         let wanted: Vec<u64> = taken.range(from..).copied().collect();
         let read = |n| async move {
             match self.read_entry(n).await {
@@ -200,8 +208,14 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
     let mut state = anchor.clone();
     let mut damage = slots.gaps(slots.taken.last().copied().unwrap_or(0).max(anchor.head()));
     let counts = |n: u64| n > anchor.head() && !void.contains(&n);
-    let ops = slots.good().filter(|e| counts(e.n)).map(|e| (e.n, &e.op, false));
-    let mut retires = proven_retires(anchor, ops);
+    let good: Vec<&Entry> = slots.good().filter(|e| counts(e.n)).collect();
+    let heirs = heirs(&good);
+    let mut proven = proven_publishes(anchor, &good);
+    let mut ops: BTreeMap<u64, &Op> = good.iter().map(|e| (e.n, &e.op)).collect();
+    ops.extend(proven.iter().map(|(n, op)| (*n, op)));
+    let retires = proven_retires(anchor, ops.into_iter().map(|(n, op)| (n, op, false)));
+    let retire = |(n, ids)| (n, Op::Retire { ids, reason: String::new() });
+    proven.extend(retires.into_iter().map(retire));
     // The hash that the next entry must name, if it is known.
     let mut link = None;
     let mut at = 0;
@@ -228,13 +242,13 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
                 if *n > anchor.head() {
                     state.head = *n;
                     state.head_hash = *hash;
-                    while let Some(first) = retires.first_entry().filter(|e| e.key() < n) {
-                        let (at, ids) = first.remove_entry();
-                        state.salvage(&proven_retire(at, ids));
+                    while let Some(first) = proven.first_entry().filter(|e| e.key() < n) {
+                        let (at, op) = first.remove_entry();
+                        state.salvage(&proven_entry(at, op), false);
                     }
                     if !void.contains(n) {
                         // An entry that breaks a rule has no effect, as always.
-                        state.salvage(entry);
+                        state.salvage(entry, has_heir(&heirs, entry));
                     }
                 }
             }
@@ -245,9 +259,27 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
     (state, damage)
 }
 
+/// Publications that lost entries after `anchor` must have held, by the number that takes them.
+fn proven_publishes(anchor: &State, good: &[&Entry]) -> BTreeMap<u64, Op> {
+    let mut proven = BTreeMap::new();
+    let unknown = |id: &CheckpointId| anchor.get(*id).is_none() && anchor.dead(*id).is_none();
+    let wanted = heirs(good).into_keys().filter(unknown).count().min(MOST_IDS);
+    if wanted > 0 {
+        let (mut lost, mut next) = (BTreeSet::new(), anchor.head() + 1);
+        for entry in good {
+            // A gap may be of any length.
+            lost.extend((next..entry.n).rev().take(wanted));
+            next = entry.n.saturating_add(1);
+        }
+        adopt(&mut proven, &lost, good, |_| false);
+        // What the anchor knows needs no stand-in.
+        proven.retain(|_, op| op.published().is_none_or(|id| unknown(&id)));
+    }
+    proven
+}
+
 /// An entry that was lost, as far as later ones prove it.
-fn proven_retire(n: u64, ids: Vec<CheckpointId>) -> Entry {
+fn proven_entry(n: u64, op: Op) -> Entry {
     let write_id = WriteId::new(uuid::Uuid::nil());
-    let op = Op::Retire { ids, reason: String::new() };
     Entry { v: op.version(), n, prev: Digest::of(&[]), write_id, at_ms: 0, op }
 }

@@ -271,9 +271,10 @@ impl State {
     }
 
     /// Applies an entry of a log that is damaged before it: the entry need not follow this state,
-    /// and of the checkpoints that it retires or gives up, only those are that can be. Returns the
-    /// operation that took effect, if any did, and what did not.
-    pub(crate) fn salvage(&mut self, entry: &Entry) -> (Option<Op>, Vec<Conflict>) {
+    /// and of the checkpoints that it retires or gives up, only those are that can be. A checkpoint that
+    /// a later entry replaces (`has_heir`) is listed until then even if what it needs is lost. Returns
+    /// the operation that took effect, if any did, and what did not.
+    pub(crate) fn salvage(&mut self, entry: &Entry, has_heir: bool) -> (Option<Op>, Vec<Conflict>) {
         let mut entry = entry.clone();
         let mut refused = Vec::new();
         let none_left = match &mut entry.op {
@@ -299,7 +300,12 @@ impl State {
         if none_left && !refused.is_empty() {
             return (None, refused);
         }
-        if let Err(conflict) = self.check(&entry.op) {
+        let mut verdict = self.check(&entry.op);
+        if let (Err(_), true, Op::Publish(about)) = (&verdict, has_heir, &mut entry.op) {
+            (about.parent, about.replaces) = (None, None);
+            verdict = self.check(&entry.op);
+        }
+        if let Err(conflict) = verdict {
             refused.push(conflict);
             return (None, refused);
         }

@@ -176,6 +176,7 @@ impl Store {
             lease,
         };
         let known = inner.load().await?;
+        inner.warn_of(&known.damage);
         *inner.known.lock().await = known;
         Ok(Self { inner: Arc::new(inner) })
     }

@@ -136,6 +136,9 @@ struct Facts {
     /// What those entries say.
     ends: BTreeMap<u64, Result<Entry>>,
     found: BTreeMap<CheckpointId, Found>,
+    /// Those without objects: in a local folder, an interrupted sweep or a killed writer leaves an empty
+    /// folder.
+    empty: Vec<CheckpointId>,
     scratch: Vec<ObjectMeta>,
 }
 
@@ -188,6 +191,9 @@ impl Store {
         inner.remove(dead, options.exclusive, &mut report).await?;
         inner.reached("sweep.judged").await;
         inner.abort_orphans(orphans, &mut report).await?;
+        if let Some(folder) = &inner.folder {
+            facts.empty.iter().for_each(|id| folder.remove_if_empty(&inner.layout.checkpoint(*id)));
+        }
         let mut known = inner.known.lock().await;
         if known.viewed < known.state.head() {
             view::write(inner, &known.state).await;
@@ -218,7 +224,9 @@ impl Inner {
             Arc::clone(&known.state)
         };
         ids.retain(|id| state.get(*id).is_none());
-        let found = self.find_objects(&ids, report).await?;
+        let all = self.find_objects(&ids, report).await?;
+        let (empty, found): (BTreeMap<_, _>, BTreeMap<_, _>) =
+            all.into_iter().partition(|(_, found)| found.keys.is_empty());
         let scratch = self.io.list(&self.layout.scratch(), None).await?;
         let ended: BTreeSet<u64> =
             ids.iter().filter_map(|id| Some(state.dead(*id)?.entry)).collect();
@@ -244,7 +252,14 @@ impl Inner {
             _ if nothing => Utc::now(),
             seen => self.clock(options.dry_run, seen.unwrap_or_default()).await?,
         };
-        Ok(Facts { state, now, entry_times, ends, found, scratch })
+        // A writer may be about to use the folder that it has just made.
+        let is_over = |id: &CheckpointId| {
+            let made = self.folder.as_ref().and_then(|f| f.modified(&self.layout.checkpoint(*id)));
+            let old = made.is_some_and(|made| is_older(now, made.into(), options.grace));
+            state.dead(*id).is_some() || old
+        };
+        let empty = empty.into_keys().filter(is_over).collect();
+        Ok(Facts { state, now, entry_times, ends, found, empty, scratch })
     }
 
     /// The objects of each of these ids.
@@ -274,8 +289,6 @@ impl Inner {
                 None => report.foreign.push(meta.location.to_string()),
             }
         }
-        // An empty folder on a disk holds nothing to delete.
-        all.retain(|_, found| !found.keys.is_empty());
         Ok(all)
     }
 

@@ -60,7 +60,7 @@ async fn a_crash_at_every_named_point() {
     for name in ["attempt.data", "attempt.manifest", "log.before", "log.after", "rebase.verified"] {
         assert!(points.contains(&name), "{name} is never reached");
     }
-    assert!(points.contains(&"delete.data") && points.contains(&"log.viewed"));
+    assert!(points.contains(&"delete.begun") && points.contains(&"log.viewed"));
     for (at, name) in points.iter().enumerate() {
         let (_, place) = faulty();
         let kept = Store::create(&place, quick_options()).await.unwrap();

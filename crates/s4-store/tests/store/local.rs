@@ -8,7 +8,9 @@ use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use s4_store::testing::{FaultStore, conformance, quick_options, toy};
-use s4_store::{Error, Place, Store, SweepOptions, Why};
+use s4_store::{Error, Place, Store, StoreOptions, SweepOptions, Why, Writers};
+
+use crate::now;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_local_folder_conforms() {
@@ -149,4 +151,75 @@ async fn listing_a_large_folder_is_quick() {
     println!("{MANY} checkpoints in a folder opened and listed in {elapsed:?}");
     assert_eq!(listed.len() as u64, MANY);
     assert!(elapsed < Duration::from_secs(1), "{elapsed:?}");
+}
+
+/// A sweep that was killed after the last object, and a writer that was killed before its first one,
+/// leave an empty folder.
+#[tokio::test]
+async fn empty_folders_do_not_stay() {
+    let temp = tempfile::tempdir().unwrap();
+    let place = Place::folder(temp.path());
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+    let gone = toy::save(&store, 2, None, &[2; 20]).await.unwrap().id();
+    store.retire(&[gone], "").await.unwrap();
+    let ck = temp.path().join("ck");
+    let never = ck.join("01890000-0000-7000-8000-000000000000");
+    let swept = ck.join(gone.to_string());
+    std::fs::remove_dir_all(&swept).unwrap();
+    [&never, &swept].into_iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
+    let dry = SweepOptions { dry_run: true, ..now() };
+    store.sweep(&dry).await.unwrap();
+    assert!(swept.exists() && never.exists());
+    // A writer may just have made the one that nobody knows.
+    store.sweep(&SweepOptions::default()).await.unwrap();
+    assert!(!swept.exists() && never.exists());
+    store.sweep(&now()).await.unwrap();
+    assert_eq!(std::fs::read_dir(&ck).unwrap().count(), 1, "that of step 1");
+}
+
+/// An entry that is a link to what is not there (a file system that is not mounted, say) is not the end of
+/// the log: nothing is written in its place.
+#[cfg(unix)]
+#[tokio::test]
+async fn an_entry_that_is_a_dangling_link_is_damage() {
+    for writers in [Writers::Many, Writers::Single] {
+        let temp = tempfile::tempdir().unwrap();
+        let place = Place::folder(temp.path());
+        let options = || StoreOptions { writers, ..quick_options() };
+        let store = Store::create(&place, options()).await.unwrap();
+        toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+        toy::save(&store, 2, None, &[2; 20]).await.unwrap();
+        let entry = temp.path().join("log/00000000000000000002");
+        let elsewhere = temp.path().join("elsewhere");
+        std::fs::rename(&entry, &elsewhere).unwrap();
+        std::os::unix::fs::symlink(temp.path().join("nowhere"), &entry).unwrap();
+        let told = |e: Error| {
+            let said = e.to_string();
+            assert!(e.is_log_damage(), "{said}");
+            assert!(said.contains("entry 2") && said.contains("leads nowhere"), "{said}");
+        };
+        told(toy::save(&store, 3, None, &[3; 20]).await.unwrap_err());
+        // Gives the lease back.
+        let _ = store.release().await;
+        told(Store::open(&place, options()).await.unwrap_err());
+        assert!(entry.is_symlink(), "it was overwritten");
+        let reading = Store::open_read_only(&place, options()).await.unwrap();
+        assert_eq!(reading.list().await.unwrap().len(), 1);
+        assert_eq!(reading.log_damage().await.unwrap().len(), 1);
+        let planned = Store::repair(&place, options(), false).await.unwrap();
+        assert!(planned.damage.len() == 1 && planned.losses.len() == 1, "{planned:?}");
+        assert!(entry.is_symlink(), "a dry run changed something");
+        // Once the file system is mounted again, everything is there.
+        std::fs::rename(&elsewhere, temp.path().join("nowhere")).unwrap();
+        let store = Store::open(&place, options()).await.unwrap();
+        assert_eq!(store.list().await.unwrap().len(), 2);
+        drop(store);
+        std::fs::remove_file(temp.path().join("nowhere")).unwrap();
+        let done = Store::repair(&place, options(), true).await.unwrap();
+        assert_eq!(done.fenced, [2], "{done:?}");
+        let store = Store::open(&place, options()).await.unwrap();
+        toy::save(&store, 3, None, &[3; 20]).await.unwrap();
+        assert_eq!(store.list().await.unwrap().len(), 2);
+    }
 }

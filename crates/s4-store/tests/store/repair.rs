@@ -151,6 +151,36 @@ async fn an_entry_far_behind_the_end_is_put_aside() {
     toy::save(&store, 5, None, &[5; 20]).await.unwrap();
 }
 
+/// The log says nothing any more of a checkpoint that was replaced later, and no view does: the
+/// replacement proves that it was listed.
+#[tokio::test(start_paused = true)]
+async fn a_rebase_survives_the_loss_of_what_it_replaced() {
+    for (lost, way) in [(2, Way::Flipped), (2, Way::Gone), (1, Way::Flipped)] {
+        let (faults, place) = faulty();
+        let store = Store::create(&place, quick_options()).await.unwrap();
+        let one = toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+        let two = toy::save(&store, 2, Some((one.reference(), &[1; 20])), &[2; 20]).await.unwrap();
+        toy::save(&store, 3, Some((two.reference(), &[2; 20])), &[3; 20]).await.unwrap();
+        let two = store.rebase(two.id(), &mut toy::ToyRebaser::default()).await.unwrap();
+        toy::save(&store, 4, Some((two.reference(), &[2; 20])), &[4; 20]).await.unwrap();
+        harm(&faults, lost, way, &faults).await;
+        let what = format!("entry {lost}, {way:?}");
+        let wanted: &[u64] = if lost == 2 { &[1, 2, 3, 4] } else { &[2, 3, 4] };
+        let store = Store::open_read_only(&place, quick_options()).await.unwrap();
+        assert_eq!(steps(&store).await, wanted, "{what}");
+        let dry = Store::repair(&place, quick_options(), false).await.unwrap();
+        let done = Store::repair(&place, quick_options(), true).await.unwrap();
+        assert_eq!((&dry.losses, &dry.listed), (&done.losses, &done.listed), "{what}");
+        let store = Store::open(&place, quick_options()).await.unwrap();
+        assert_eq!(steps(&store).await, wanted, "{what}: {done:?}");
+        let state = store.state().await.unwrap();
+        assert_eq!(state.at_step(2).map(|c| c.id()), Some(two.id()), "{what}");
+        let all = CheckOptions { read_data: true, ..CheckOptions::default() };
+        let report = store.check(&all, None).await.unwrap();
+        assert!(report.is_clean() && report.void.is_empty(), "{what}: {report:?}");
+    }
+}
+
 /// A repair that dies at any request leaves the store no worse than before, and can be run again.
 #[tokio::test(start_paused = true)]
 async fn a_repair_stops_at_every_request() {

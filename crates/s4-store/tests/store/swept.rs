@@ -2,6 +2,7 @@
 //! listed, and nothing else is lost than what that entry said.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use bytes::Bytes;
 use object_store::ObjectStoreExt;
@@ -12,7 +13,7 @@ use s4_store::{
 };
 
 use crate::damage::{Way, harm, steps};
-use crate::{faulty, now};
+use crate::{doing_at, faulty, now};
 
 const VIEW: &str = "runs/one/logck";
 
@@ -68,9 +69,15 @@ async fn ids(store: &Store) -> BTreeSet<CheckpointId> {
     store.list().await.unwrap().iter().map(|c| c.id()).collect()
 }
 
-/// What is unknown without an entry: what it listed or replaced, and what was made of that.
+/// What is unknown without an entry: what it listed or replaced, and what was made of that. But a later
+/// replacement proves that the old checkpoint was listed.
 fn hangs_on(log: &[Entry], lost: u64) -> BTreeSet<CheckpointId> {
     let mut unknown = BTreeSet::new();
+    let replaced = |e: &Entry| match &e.op {
+        Op::Publish(p) if e.n != lost => p.replaces.map(|old| old.id),
+        _ => None,
+    };
+    let proven: BTreeSet<_> = log.iter().filter_map(replaced).collect();
     match &log[lost as usize - 1].op {
         Op::Publish(p) => unknown.extend(p.replaces.map(|old| old.id).into_iter().chain([p.id])),
         Op::Unretire { about, .. } => unknown.extend([about.id]),
@@ -78,7 +85,10 @@ fn hangs_on(log: &[Entry], lost: u64) -> BTreeSet<CheckpointId> {
     }
     for entry in log {
         if let Op::Publish(p) = &entry.op
-            && p.parent.iter().chain(&p.replaces).any(|r| unknown.contains(&r.id))
+            && p.parent
+                .iter()
+                .chain(&p.replaces)
+                .any(|r| unknown.contains(&r.id) && !proven.contains(&r.id))
         {
             unknown.insert(p.id);
         }
@@ -141,6 +151,38 @@ async fn nor_with_two_bad_entries() {
             swept.mend(&format!("{view:?}, entries {n} and {m}")).await;
         }
     }
+}
+
+/// A sweep that was interrupted before it had written anything to the log: what it began to delete is
+/// not listed again, even if the log loses the entry that ended it.
+#[tokio::test(start_paused = true)]
+async fn what_an_interrupted_sweep_began_to_delete_is_not_listed_again() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let one = toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+    let two = toy::save(&store, 2, Some((one.reference(), &[1; 20])), &[2; 20]).await.unwrap();
+    store.rebase(two.id(), &mut toy::ToyRebaser::default()).await.unwrap();
+    let begun = doing_at("delete.begun", std::future::pending());
+    let sweeper = Store::open(&place, begun).await.unwrap();
+    let options = now();
+    let stopped = tokio::time::timeout(Duration::from_secs(60), sweeper.sweep(&options)).await;
+    assert!(stopped.is_err(), "it was to stop");
+    assert_eq!(store.log(1).await.unwrap().len(), 3, "nothing in the log");
+    // What is left of it is deleted by the next sweep,
+    let left = store.check(&CheckOptions::default(), None).await.unwrap().unlisted;
+    assert!(left.contains_key(&two.id()), "{left:?}");
+    // and not listed meanwhile if the entry of the rebase is lost.
+    harm(&faults, 3, Way::Flipped, &faults).await;
+    let damaged = Store::open_read_only(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&damaged).await, [1]);
+    Store::repair(&place, quick_options(), true).await.unwrap();
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&store).await, [1]);
+    for _ in 0..2 {
+        store.sweep(&now()).await.unwrap();
+    }
+    let report = store.check(&CheckOptions::default(), None).await.unwrap();
+    assert!(report.is_clean() && report.unlisted.is_empty(), "{report:?}");
 }
 
 impl Swept {

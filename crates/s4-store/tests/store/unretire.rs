@@ -72,7 +72,7 @@ async fn what_a_sweep_has_given_up_does_not_come_back() {
 #[tokio::test(start_paused = true)]
 async fn a_sweep_and_an_unretire_at_the_same_time() {
     for (point, comes_back) in
-        [("log.before", true), ("sweep.given_up", false), ("delete.data", false)]
+        [("log.before", true), ("sweep.given_up", false), ("delete.begun", false)]
     {
         let (_, place, saved) = grown(6).await;
         let store = Store::open(&place, quick_options()).await.unwrap();
