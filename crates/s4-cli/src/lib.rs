@@ -27,6 +27,7 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::time::Duration;
 
+use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand};
 use s4weights::{Preset, ReadOptions, Simd, WriteOptions, redact_url};
 
@@ -57,8 +58,10 @@ enum Command {
     /// Compress a .safetensors file (with the Python wheel also a .pt file, or a folder of torch.distributed.checkpoint) into a .s4w file
     Compress {
         /// File to read
+        #[arg(value_parser = place)]
         input: String,
         /// File or URL to write; by default the input with the extension .s4w
+        #[arg(value_parser = place)]
         output: Option<String>,
         /// How hard to compress: fast, balanced or small
         #[arg(long, default_value = "balanced")]
@@ -73,9 +76,11 @@ enum Command {
     /// Write the tensors of a .s4w file into a .safetensors file (with the wheel also everything into a .pt file)
     Decompress {
         /// File or URL to read
+        #[arg(value_parser = place)]
         input: String,
         /// File to write; by default the input with the extension .safetensors, if such a file can hold all
         /// of it (otherwise, with the wheel, .pt)
+        #[arg(value_parser = place)]
         output: Option<String>,
         #[command(flatten)]
         overwrite: Overwrite,
@@ -89,6 +94,7 @@ enum Command {
     /// Show what is in a file, without decoding values
     Inspect {
         /// File or URL
+        #[arg(value_parser = place)]
         input: String,
         /// Also show the planes of each tensor, with bits per value
         #[arg(long)]
@@ -102,6 +108,7 @@ enum Command {
     /// Read a whole file and check every hash and checksum
     Verify {
         /// File or URL
+        #[arg(value_parser = place)]
         input: String,
         /// Print JSON
         #[arg(long)]
@@ -119,8 +126,10 @@ enum Command {
     /// Rewrite a .s4w file with open codecs, and compare the two
     Transcode {
         /// File or URL to read
+        #[arg(value_parser = place)]
         input: String,
         /// File or URL to write
+        #[arg(value_parser = place)]
         output: String,
         /// How hard to compress: fast, balanced or small
         #[arg(long, default_value = "balanced")]
@@ -138,6 +147,13 @@ enum Command {
     /// sysexits.h
     #[cfg(all(unix, feature = "serve"))]
     Serve(serve::Serve),
+    // Without it the parser would take the word for a misspelled `store`.
+    #[cfg(not(all(unix, feature = "serve")))]
+    #[command(hide = true, disable_help_flag = true)]
+    Serve {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+        rest: Vec<OsString>,
+    },
     /// Prove on this machine that every dtype comes back bit by bit
     Selftest {
         /// Damage one byte in transit, to prove that the test can fail
@@ -154,7 +170,7 @@ enum Command {
 #[derive(Args)]
 struct Common {
     /// Number of threads; by default the number of cores
-    #[arg(long)]
+    #[arg(long, value_parser = at_least_one)]
     threads: Option<usize>,
     /// Vector instructions: scalar, neon, avx2 or avx512; by default the best available
     #[arg(long)]
@@ -179,6 +195,23 @@ struct Remote {
     /// server was first reached
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
+}
+
+/// A path or URL. `-` is refused: files are read by range and appear whole, which a stream does not allow, and
+/// nobody who writes `-` means a file of that name.
+fn place(text: &str) -> std::result::Result<String, String> {
+    match text {
+        "-" => Err(
+            "standard input and output are not supported: name a file (`./-` is a file named `-`)"
+                .into(),
+        ),
+        _ => Ok(text.to_owned()),
+    }
+}
+
+/// A count that is not zero: with no thread nothing is done, and the last none of a list is no list.
+fn at_least_one(text: &str) -> std::result::Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "1 or more expected".to_owned())
 }
 
 /// Parses a time of more than zero and at most a day.
@@ -213,8 +246,7 @@ impl Command {
             | Self::Selftest { common, .. } => common.quiet,
             Self::Store(verb) => verb.is_quiet(),
             Self::Inspect { .. } => false,
-            #[cfg(all(unix, feature = "serve"))]
-            Self::Serve(_) => false,
+            Self::Serve { .. } => false,
         }
     }
 }
@@ -274,8 +306,13 @@ fn run_with(
     args: impl IntoIterator<Item = OsString>,
     signals: Option<fn() -> std::io::Result<Signals>>,
 ) -> u8 {
-    let cli = match Cli::try_parse_from(args) {
+    let args: Vec<OsString> = args.into_iter().collect();
+    let cli = match Cli::try_parse_from(&args) {
         Ok(cli) => cli,
+        Err(e) if e.kind() == ErrorKind::InvalidUtf8 => {
+            let _ = writeln!(std::io::stderr(), "s4w: {}", visible::name(&no_text(&args)));
+            return Failure::Usage(String::new()).exit_code();
+        }
         Err(e) => {
             // If the terminal is gone, nobody can be told.
             let _ = e.print();
@@ -303,6 +340,17 @@ fn run_with(
             e.exit_code()
         }
     }
+}
+
+/// Says which argument is not text. What may be a secret is left out: values of options, queries of URLs.
+fn no_text(args: &[OsString]) -> String {
+    let numbered = args.iter().enumerate().skip(1);
+    let bad = numbered.filter(|(_, arg)| arg.to_str().is_none()).map(|(i, arg)| {
+        let shown = arg.to_string_lossy();
+        let shown = shown.split(['=', '?', '#']).next().unwrap_or_default();
+        format!("argument {i} (`{shown}`)")
+    });
+    format!("{} is not text: UTF-8 is expected", bad.collect::<Vec<_>>().join(", "))
 }
 
 fn execute(command: Command) -> Result<()> {
@@ -380,6 +428,12 @@ fn execute(command: Command) -> Result<()> {
         }
         #[cfg(all(unix, feature = "serve"))]
         Command::Serve(args) => serve::serve(args),
+        #[cfg(not(all(unix, feature = "serve")))]
+        Command::Serve { .. } => Err(Failure::Unsupported(
+            "`serve` is not in this build, such as that of the Python wheel: it is in the program of the \
+             crate s4-cli and the Debian package s4weights-runner, on Unix (docs/runner.md)"
+                .into(),
+        )),
         Command::Selftest { inject_fault, require_gpu, common } => {
             if require_gpu {
                 say(&selftest::gpu(inject_fault, common.simd)?)?;
@@ -402,5 +456,27 @@ fn say(text: &str) -> Result<()> {
     match writeln!(std::io::stdout(), "{}", visible::lines(text)) {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::Io(e)),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_build_without_the_service_says_where_it_is() {
+        let parse = |args: &[&str]| Cli::try_parse_from(args).map(|cli| execute(cli.command));
+        for args in
+            [&["s4w", "serve"][..], &["s4w", "serve", "--store", "x"], &["s4w", "serve", "-h"]]
+        {
+            // With the service, nothing is run here.
+            if cfg!(not(all(unix, feature = "serve"))) {
+                let said = parse(args).ok().and_then(Result::err).unwrap();
+                assert_eq!(said.exit_code(), 4);
+                assert!(said.to_string().contains("s4weights-runner"), "{said}");
+            }
+        }
+        let unknown = Cli::try_parse_from(["s4w", "server"]).err().unwrap();
+        assert_eq!(unknown.exit_code(), 2);
     }
 }

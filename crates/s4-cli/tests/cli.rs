@@ -101,6 +101,55 @@ fn a_required_gpu_is_tested_or_missed() {
 }
 
 #[test]
+fn a_dash_is_no_file_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let sample = samples()[0].clone();
+    let sample = sample.to_str().unwrap();
+    for arguments in [
+        &["compress", "-"][..],
+        &["compress", sample, "-"],
+        &["decompress", "-"],
+        &["decompress", "a.s4w", "-"],
+        &["inspect", "-"],
+        &["verify", "-"],
+        &["transcode", "-", "b.s4w"],
+        &["transcode", "a.s4w", "-"],
+        &["store", "ls", "-"],
+        &["store", "init", "-"],
+        &["store", "restore", "a", "1", "-"],
+    ] {
+        let out =
+            Command::new(env!("CARGO_BIN_EXE_s4w")).args(arguments).current_dir(&dir).output();
+        let out = out.unwrap();
+        assert_eq!(out.status.code(), Some(2), "{arguments:?}: {}", text(&out));
+        assert!(text(&out).contains("standard input and output"), "{arguments:?}: {}", text(&out));
+    }
+    assert_eq!(std::fs::read_dir(&dir).unwrap().count(), 0, "nothing is written");
+    let mut named = Command::new(env!("CARGO_BIN_EXE_s4w"));
+    assert!(named.args(["compress", sample, "./-"]).current_dir(&dir).status().unwrap().success());
+    assert!(dir.path().join("-").is_file());
+}
+
+#[cfg(unix)]
+#[test]
+fn an_argument_that_is_not_text_is_named() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+    let say = |arguments: &[&[u8]]| {
+        let arguments = arguments.iter().map(|bytes| OsStr::from_bytes(bytes));
+        let out = Command::new(env!("CARGO_BIN_EXE_s4w")).args(arguments).output().unwrap();
+        assert_eq!(out.status.code(), Some(2));
+        text(&out)
+    };
+    let told = say(&[b"transcode", b"a.s4w", b"b\xff.s4w"]);
+    assert_eq!(told, "s4w: argument 3 (`b\u{fffd}.s4w`) is not text: UTF-8 is expected\n");
+    // What may be a secret is not repeated.
+    let told = say(&[b"store", b"ls", b"s3://b/x?sig=hush\xff", b"-o", b"secret=hush\xff"]);
+    assert!(told.contains("argument 3 (`s3://b/x`), argument 5 (`secret`)"), "{told}");
+    assert!(!told.contains("hush"), "{told}");
+}
+
+#[test]
 fn exit_codes_are_those_of_the_help() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();

@@ -218,12 +218,32 @@ fn a_damaged_log_is_read_and_repaired() {
     let good = std::fs::read(&entry).unwrap();
     std::fs::write(&entry, b"").unwrap();
     let text = said(&["ls", &url], 0);
-    assert!(text.contains("warning") && text.contains("entry 5"), "{text}");
+    assert_eq!(text.matches("entry 5").count(), 1, "one warning: {text}");
+    assert!(
+        text.contains("WARN the log is damaged") && text.contains("s4w store repair"),
+        "{text}"
+    );
     assert_eq!(steps(&url), [0, 1, 2, 3]);
     let text = said(&["retire", &url, "0"], 1);
     assert!(text.contains("s4w store repair") && text.contains("entry 5"), "{text}");
     let text = said(&["verify", &url], 1);
     assert!(text.contains("DAMAGED   the log") && text.contains("restores: 0, 1, 2, 3"), "{text}");
+    // Not that no step is lost: nobody knows what entry 5 said.
+    assert!(
+        text.contains("does NOT restore: no listed step\nNOT KNOWN: what entry 5 said"),
+        "{text}"
+    );
+    assert!(text.contains("that no entry names"), "{text}");
+    let report = json(&["verify", &url]);
+    assert_eq!(
+        (&report["lost"][0]["entry"], &report["lost"][0]["step"]),
+        (&5.into(), &Value::Null)
+    );
+    let id = report["unnamed"][0]["id"].as_str().unwrap();
+    assert!(text.contains(&format!("the step of {id} (")), "{text}");
+    let quiet = s4w(&["verify", &url, "-q"]);
+    let told = String::from_utf8_lossy(&quiet.stderr);
+    assert!(!told.contains("entry 5"), "no warning: {told}");
     assert!(said(&["repair", &url], 0).contains("--apply"));
     assert!(std::fs::read(&entry).unwrap().is_empty());
     let done = json(&["repair", &url, "--apply"]);
@@ -232,6 +252,22 @@ fn a_damaged_log_is_read_and_repaired() {
     assert!(aside.join("log/00000000000000000005").is_file() && !good.is_empty());
     said(&["verify", &url, "--read-data"], 0);
     assert_eq!(steps(&url), [0, 1, 2, 3]);
+}
+
+#[test]
+fn a_delta_of_a_lost_step_is_named_as_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    // Step 1, which step 2 is a delta of.
+    std::fs::write(Path::new(&url).join("log/00000000000000000002"), b"").unwrap();
+    let text = said(&["verify", &url], 1);
+    assert!(text.contains("\nrestores: 0, 3, 4\ndoes NOT restore: no listed step\n"), "{text}");
+    assert!(
+        text.contains("\nlost from the log: 2 (") && text.contains("NOT KNOWN: what entry 2"),
+        "{text}"
+    );
+    let lost = json(&["verify", &url])["lost"].clone();
+    assert!(lost.as_array().unwrap().iter().any(|l| l["step"] == 2), "{lost}");
 }
 
 #[test]
@@ -300,6 +336,10 @@ fn wrong_arguments_are_told_what_is_wrong() {
     let url = filled(dir.path());
     assert!(said(&["show", &url, "7"], 3).contains("the nearest is 4"));
     assert!(said(&["show", &url, "newest"], 2).contains("`latest`"));
+    for verb in [&["ls", &url][..], &["plot", &url, "a.svg"]] {
+        let text = said(&[verb, &["-n", "0"]].concat(), 2);
+        assert!(text.contains("--last <N>") && text.contains("1 or more expected"), "{text}");
+    }
     let nobody = "01890000-0000-7000-8000-000000000000";
     assert!(said(&["show", &url, nobody], 3).contains("has no checkpoint"));
     assert!(said(&["retire", &url], 2).contains("--keep-last"));

@@ -313,6 +313,7 @@ def test_options_of_pickles_are_those_that_have_an_effect(tmp_path: Path) -> Non
         ["compress", source, file, "more"],
         ["compress", "--preset", "huge", source],
         ["compress", "--threads", "many", source],
+        ["compress", "--threads", "0", source],
         ["decompress", "--preset", "fast", file, str(tmp_path / "c.pt")],
         ["store", "restore", "x", "newest", str(tmp_path / "c.pt")],
     ):
@@ -399,4 +400,28 @@ def test_names_that_are_no_text_are_told_so(tmp_path: Path) -> None:
     torch.save(state(), os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt"))
     for words in ([b"inspect", b"\xff.s4w"], [b"compress", os.fsencode(tmp_path) + b"/\xff.pt"]):
         out = subprocess.run([*command, *words], capture_output=True, check=False)
-        assert out.returncode == 2 and b"UTF-8" in out.stderr, out.stderr
+        assert out.returncode == 2, out.stderr
+        shown = words[1].decode(errors="replace").encode()
+        assert b"s4w: argument 2 (`%s`) is not text: UTF-8 is expected" % shown in out.stderr
+    # What may be a secret is not repeated.
+    words = [b"store", b"ls", b"s3://b/x?sig=hush\xff", b"-o", b"secret=hush\xff"]
+    out = subprocess.run([*command, *words], capture_output=True, check=False)
+    assert b"argument 3 (`s3://b/x`), argument 5 (`secret`)" in out.stderr, out.stderr
+    assert b"hush" not in out.stderr
+
+
+def test_a_dash_is_no_file_name(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(state(), "a.pt")
+    for line in (["compress", "a.pt", "-"], ["decompress", "-", "b.pt"]):
+        code, said = main(*line)
+        assert code == 2 and "standard input and output are not supported" in said, (line, said)
+    assert os.listdir() == ["a.pt"]
+    assert main("compress", "a.pt", "./-")[0] == 0 and os.path.isfile("-")
+
+
+def test_the_service_is_said_to_be_elsewhere() -> None:
+    for words in (["serve"], ["serve", "--store", "x"]):
+        out = run(*words)
+        assert out.returncode == 4 and "s4weights-runner" in out.stderr, out.stderr
+        assert "store'" not in out.stderr

@@ -1,7 +1,5 @@
 //! Where a store is, and the options to open it with.
 
-use std::io::Write;
-
 use clap::Args;
 use s4weights::ReadOptions;
 use s4weights::store::{CheckpointStore, Retry, StorageOptions, StoreOptions};
@@ -13,6 +11,7 @@ use crate::error::{Failure, Result};
 #[derive(Args)]
 pub(crate) struct StoreArgs {
     /// Folder or URL of the store: a path, s3://bucket/prefix, gs://..., az://...
+    #[arg(value_parser = crate::place)]
     pub(crate) store: String,
     /// Option of the object store, such as endpoint_url=http://127.0.0.1:9000 or profile=name; may be
     /// repeated. Without any, credentials and endpoints come from the environment and ~/.aws
@@ -66,21 +65,11 @@ impl StoreArgs {
         self.open_with(StoreOptions::default())
     }
 
-    /// Opens the store for reading. If its log is damaged, warns of that and opens it all the same,
-    /// with what can be proved.
+    /// Opens the store for reading, also if its log is damaged: then the library warns, and shows what
+    /// can be proved.
     pub(crate) fn open_to_read(&self, options: StoreOptions) -> Result<CheckpointStore> {
-        let store =
-            CheckpointStore::open_read_only(&self.store, &self.storage()?, self.options(options))?;
-        if let Some(damage) = store.log_damage()?.first() {
-            // If standard error is closed, there is nobody to warn.
-            let _ = writeln!(
-                std::io::stderr(),
-                "s4w: warning: {}: the log is damaged: {damage}; showing what can be proved. `s4w store \
-                 repair` says what a repair would lose",
-                store.name()
-            );
-        }
-        Ok(store)
+        let options = self.options(options);
+        Ok(CheckpointStore::open_read_only(&self.store, &self.storage()?, options)?)
     }
 
     /// Opens the store with these options.

@@ -28,7 +28,7 @@ use s4weights::store::Writers;
 pub(crate) use args::StoreArgs;
 
 use crate::error::Result;
-use crate::{Common, Overwrite};
+use crate::{Common, Overwrite, at_least_one};
 
 /// The verbs.
 #[derive(Subcommand)]
@@ -50,7 +50,7 @@ pub(crate) enum Verb {
         #[command(flatten)]
         args: StoreArgs,
         /// Only the newest N
-        #[arg(long, short = 'n', value_name = "N")]
+        #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one)]
         last: Option<usize>,
     },
     /// Describe the store, or one checkpoint and its tensors
@@ -70,6 +70,7 @@ pub(crate) enum Verb {
         #[arg(value_name = "CHECKPOINT", help = select::WHICH)]
         which: String,
         /// File or URL to write; by default `step-<STEP>.s4w`
+        #[arg(value_parser = crate::place)]
         output: Option<String>,
         /// How hard to compress a .s4w file: fast, balanced or small
         #[arg(long, default_value = "balanced")]
@@ -191,7 +192,7 @@ pub(crate) enum Verb {
         /// SVG file to write
         output: std::path::PathBuf,
         /// Only the newest N
-        #[arg(long, short = 'n', value_name = "N", default_value_t = 200)]
+        #[arg(long, short = 'n', value_name = "N", default_value_t = 200, value_parser = at_least_one)]
         last: usize,
     },
 }

@@ -74,7 +74,7 @@ fn as_text(name: &str, report: &RepairReport) -> String {
     let steps = if steps.is_empty() { "none".to_owned() } else { steps.join(", ") };
     let tied = report.rewritten.len() + report.reconstructed.len();
     let entries = format!(
-        "entries rewritten: {tied} ({} of them from what the stored view says); left without effect: \
+        "entries rewritten: {tied} ({} of them from the stored view or later entries); left without effect: \
          {}; removed: {}",
         report.reconstructed.len(),
         report.fenced.len(),

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use s4weights::store::{
-    CheckOptions, CheckReport, Checkpoint, CheckpointId, State, StoreOptions, Verdict,
+    CheckOptions, CheckReport, Checkpoint, CheckpointId, Loss, State, StoreOptions, Verdict,
 };
 use serde::Serialize;
 
@@ -23,6 +23,10 @@ struct Verified {
     /// Together with `does_not_restore`: each checkpoint that was asked for, once.
     restores: Vec<Named>,
     does_not_restore: Vec<Named>,
+    /// What damage of the log has lost: steps, if that is known, or what entries of the log said.
+    lost: Vec<Loss>,
+    /// Data that no entry of the log names: perhaps of lost steps.
+    unnamed: Vec<Unnamed>,
 }
 
 #[derive(Serialize)]
@@ -41,6 +45,12 @@ struct Unusable {
 struct Named {
     step: u64,
     id: CheckpointId,
+}
+
+#[derive(Serialize)]
+struct Unnamed {
+    id: CheckpointId,
+    bytes: u64,
 }
 
 /// `verify`
@@ -91,6 +101,8 @@ impl Verified {
             let one = |(id, _): &(CheckpointId, Verdict)| Some(Named { step: step(*id)?, id: *id });
             list.into_iter().filter_map(one).collect()
         };
+        let repair = report.repair.clone().unwrap_or_default();
+        let unnamed = repair.unnamed.into_iter().map(|(id, bytes)| Unnamed { id, bytes });
         Self {
             sound: report.is_clean(),
             checkpoints: report.checkpoints,
@@ -100,6 +112,8 @@ impl Verified {
             unusable: report.unusable.iter().map(unusable).collect(),
             restores: named(restores),
             does_not_restore: named(does_not),
+            lost: repair.losses,
+            unnamed: unnamed.collect(),
         }
     }
 
@@ -124,9 +138,37 @@ impl Verified {
         lines.push(format!("{store}: {verdict}: {checkpoints}, {objects} ({read})"));
         if !self.sound {
             lines.push(format!("restores: {}", steps(&self.restores)));
-            lines.push(format!("does NOT restore: {}", steps(&self.does_not_restore)));
+            // Of what the log has lost, no step may be known.
+            let is_all = self.lost.is_empty() && self.unnamed.is_empty();
+            let none = if is_all { "no step" } else { "no listed step" };
+            let bad = Some(&self.does_not_restore).filter(|bad| !bad.is_empty());
+            lines.push(format!("does NOT restore: {}", bad.map_or(none.into(), |bad| steps(bad))));
+            lines.extend(self.lost_as_text());
         }
         lines.join("\n")
+    }
+
+    /// What is lost with the log, and what nobody can know.
+    fn lost_as_text(&self) -> Vec<String> {
+        let (mut lost, mut unknown) = (vec![], vec![]);
+        for loss in &self.lost {
+            match (loss.step, loss.checkpoint) {
+                (Some(step), Some(id)) => lost.push(format!("{step} ({id}): {}", loss.why)),
+                _ => unknown.push(format!("what entry {} said", loss.entry)),
+            }
+        }
+        for data in &self.unnamed {
+            let bytes = text::bytes(data.bytes);
+            unknown.push(format!("the step of {} ({bytes} that no entry names)", data.id));
+        }
+        let mut lines = vec![];
+        if !lost.is_empty() {
+            lines.push(format!("lost from the log: {}", lost.join("; ")));
+        }
+        if !unknown.is_empty() {
+            lines.push(format!("NOT KNOWN: {}", unknown.join("; ")));
+        }
+        lines
     }
 }
 

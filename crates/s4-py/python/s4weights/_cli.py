@@ -8,6 +8,7 @@ import contextlib
 import errno
 import importlib.util
 import os
+import re
 import signal
 import sys
 import threading
@@ -47,7 +48,7 @@ _PIECES = (
     "its store"
 )
 
-_NO_TEXT = "a name is not text: UTF-8 expected"
+_NO_STREAM = "standard input and output are not supported: name a file (`./-` is a file named `-`)"
 #: Signals that stop a command.
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -70,9 +71,11 @@ class _Line(NamedTuple):
 
     def threads(self) -> int | None:
         given = self.value("--threads")
-        if given is not None and not (given.isdecimal() and given.isascii()):
-            raise _UsageError("--threads: a number expected")
-        return None if given is None else int(given)
+        if given is None:
+            return None
+        if not (given.isdecimal() and given.isascii() and int(given) > 0):
+            raise _UsageError("--threads: a number of 1 or more expected")
+        return int(given)
 
     def require(self, names: int, usage: str, *options: str) -> None:
         """Raises `_UsageError` for more names than ``names``, or for unknown options."""
@@ -109,6 +112,9 @@ def _split(arguments: Sequence[str]) -> _Line:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if unreadable := _no_text(arguments):
+        print(f"s4w: {_visible(unreadable)}", file=sys.stderr)
+        return EXIT_USAGE
     line = _split(arguments)
     convert = None if line.has("--help") else _converter(line)
     if convert is not None:
@@ -120,13 +126,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         return _core.command_line(arguments, is_main)
-    except UnicodeEncodeError:
-        print(f"s4w: {_NO_TEXT}", file=sys.stderr)
-        return EXIT_USAGE
     finally:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
+
+
+def _no_text(arguments: Sequence[str]) -> str:
+    """Says which arguments are not text, as the native program does; empty if all are."""
+    bad = []
+    for number, argument in enumerate(arguments, 1):
+        shown = os.fsencode(argument).decode("utf-8", "replace")
+        if shown != argument:
+            # What may be a secret is left out: values of options, queries of URLs.
+            bad.append(f"argument {number} (`{re.split('[=?#]', shown)[0]}`)")
+    return f"{', '.join(bad)} is not text: UTF-8 is expected" if bad else ""
 
 
 def _converter(line: _Line) -> Callable[[_Line], str] | None:
@@ -171,14 +185,12 @@ def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
             warnings.simplefilter("ignore")
         warnings.showwarning = _warn
         try:
-            for name in line.names:
-                name.encode()  # Raises for names that are not text, as the native program does.
+            if "-" in line.names:
+                raise _UsageError(_NO_STREAM)
             print(_visible(convert(line)))
             return 0
         except _UsageError as e:
             code, said = EXIT_USAGE, str(e)
-        except UnicodeEncodeError:
-            code, said = EXIT_USAGE, _NO_TEXT
         except ImportError as e:
             code, said = EXIT_UNSUPPORTED, f"{e}: PyTorch files need PyTorch: pip install torch"
         except MemoryError:
