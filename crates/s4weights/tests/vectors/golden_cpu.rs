@@ -1,4 +1,4 @@
-//! Files and a store that the CPU wrote: `testdata/golden/chain`, `packed` and `store`.
+//! Files and a store that the CPU wrote: `testdata/golden/chain`, `packed`, `same` and `store`.
 //!
 //! `S4_WRITE_VECTORS=<folder>` keeps what the tests write, to make these files again for a new
 //! version of the format.
@@ -265,6 +265,33 @@ fn blended(step: u64) -> (Vec<Owned>, Roles) {
 fn the_golden_blend_is_what_is_written() {
     let plan = |p: &Plan| p.predictor == PredictorId::BLEND;
     golden_delta("golden/packed/blended", blended, plan);
+}
+
+/// Weights at step 0 or 1 with an average that is still equal to them, one that differs in a few values,
+/// and an equal tensor of another shape.
+fn copies(step: u64) -> (Vec<Owned>, Roles) {
+    let weights = slice(&format!("gpt34m_bf16_s{step}"), "model.h.4.fc.weight", 2 * 10 * 512);
+    let mut near = weights.clone();
+    for at in [1000, 3001, 9999] {
+        near[at] ^= 3;
+    }
+    let wide = slice(&format!("gpt98m_fp32_s{step}"), "model.h.5.proj.weight", 4 * 4500);
+    let (narrow, float) = (DType::BFloat16, DType::Float32);
+    let tensors = vec![
+        Owned::new("model.fc", narrow, &[10, 512], weights.clone()),
+        Owned::new("average.fc", narrow, &[10, 512], weights.clone()),
+        Owned::new("average.near", narrow, &[10, 512], near),
+        Owned::new("other.fc", narrow, &[5120], weights),
+        Owned::new("model.proj", float, &[45, 100], wide.clone()),
+        Owned::new("average.proj", float, &[45, 100], wide),
+    ];
+    (tensors, Roles { tensors: vec![], groups: vec![] })
+}
+
+#[test]
+fn the_golden_copies_are_what_is_written() {
+    let plan = |p: &Plan| p.predictor == PredictorId::SAME;
+    golden_delta("golden/same", copies, plan);
 }
 
 /// Makes the golden store: four checkpoints, each a delta of the one before. The third is rebased,
