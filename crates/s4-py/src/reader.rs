@@ -144,6 +144,11 @@ impl Reader {
         })
     }
 
+    /// The tensors that are best read by one call; `None`: all.
+    fn read_together(&self) -> Option<Vec<usize>> {
+        self.inner.read_together()
+    }
+
     /// Decodes part of an array that lies within a tensor, and only the chunks that it needs. `array`: its first
     /// byte, bytes per element and shape; `part`: start and end in each dimension; `memory`: address and bytes of
     /// the destination.

@@ -27,11 +27,12 @@ const LOCAL_REQUEST: u64 = 512 << 10;
 /// Fewest bytes of such a request: small enough that all threads have work.
 const SMALL_REQUEST: u64 = 128 << 10;
 
-/// Stored bytes that take longer to decode than a thread takes to start.
+/// Work, in stored bytes (see `Job::value_work`), that takes longer than a thread takes to start.
 const THREAD_BYTES: u64 = 512 << 10;
 
-/// Most bytes of the parent's values that one request for deltas needs where requests are cheap.
-const LOCAL_VALUES: u64 = 512 << 10;
+/// Most work that filling and copying values adds to one request where requests are cheap: one chunk
+/// that is predicted from another tensor, or some four that are hardly more than records.
+const LOCAL_VALUES: u64 = 640 << 10;
 
 /// Bytes of a tensor that are wanted.
 pub(crate) struct Want<'a> {
@@ -90,6 +91,15 @@ impl<'a> Want<'a> {
 }
 
 impl Job<'_> {
+    /// What its values cost beyond its stored bytes, as the stored bytes that take as long to decode: all
+    /// values are written, and those that it is predicted from are read or decoded first. A chunk of
+    /// zeros, or a copy of another one, is hardly more than its record, but not for nothing.
+    fn value_work(&self) -> u64 {
+        // Given values count too: this way the threads share the work.
+        let own_inputs: u64 = self.own_inputs.iter().map(|b| b.bytes as u64).sum();
+        self.bytes as u64 / 4 + self.bytes as u64 * u64::from(self.delta) + own_inputs
+    }
+
     /// Whether the chunk goes to one place as a whole.
     pub(crate) fn is_whole(&self) -> bool {
         matches!(self.pieces.as_slice(), [piece] if piece.to.len() == self.bytes)
@@ -291,10 +301,10 @@ impl Reader {
         Ok(self.own_inputs(tensor, &block.side)?.into_iter().map(of).collect())
     }
 
-    /// Groups chunks that lie close together: each group is read by one request. Deltas are small,
-    /// so a group is also bounded by the bytes of the values that they are predicted from. Where
-    /// requests are cheap that bound is low: these values are then still in a core's cache when the
-    /// delta is decoded.
+    /// Groups chunks that lie close together: each group is read by one request. Deltas and constants
+    /// are small, so a group is also bounded by the work that their values make. Where requests are
+    /// cheap that bound is low: the values that a delta is predicted from are then still in a core's
+    /// cache when it is decoded.
     pub(crate) fn request_spans<'a>(
         &self,
         jobs: Vec<Job<'a>>,
@@ -322,15 +332,25 @@ impl Reader {
             request,
             |job| job.record,
             |close, _, job| {
-                // Given values count too, though they need not be read: copies are hardly more than
-                // records, and this way the threads share the work.
-                let own_inputs: u64 = job.own_inputs.iter().map(|b| b.bytes as u64).sum();
-                let values = job.bytes as u64 * u64::from(job.delta) + own_inputs;
+                let values = job.value_work();
                 let joins = close && sum + values <= most;
                 sum = if joins { sum } else { 0 } + values;
                 joins
             },
         )
+    }
+
+    /// As many threads as the work is worth.
+    fn threads_for(&self, spans: &[Span<Job<'_>>]) -> usize {
+        let threads = thread_count(self.options.threads);
+        let threads = if self.any_remote() {
+            threads.max(REMOTE_REQUESTS)
+        } else {
+            let values = |span: &Span<Job<'_>>| span.jobs.iter().map(Job::value_work).sum::<u64>();
+            let work: u64 = spans.iter().map(|span| span.bytes() as u64 + values(span)).sum();
+            worth(threads, work / THREAD_BYTES)
+        };
+        threads.min(spans.len())
     }
 
     pub(crate) fn run(
@@ -339,14 +359,7 @@ impl Reader {
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
         meter: &mut Meter,
     ) -> Result<()> {
-        let mut threads = thread_count(self.options.threads);
-        if self.any_remote() {
-            threads = threads.max(REMOTE_REQUESTS);
-        } else {
-            let bytes = spans.iter().map(|span| span.bytes() as u64).sum::<u64>();
-            threads = worth(threads, bytes / THREAD_BYTES);
-        }
-        let Some(pool) = pool(threads.min(spans.len()))? else {
+        let Some(pool) = pool(self.threads_for(&spans))? else {
             return spans.into_iter().try_for_each(|span| {
                 self.run_span(span, blocks, &self.idle, &mut |bytes| meter.add(bytes))
             });
@@ -560,4 +573,74 @@ impl Reader {
 fn send(sender: &Sender<Result<u64>>, message: Result<u64>) {
     // The receiver lives as long as the scope, so it cannot be gone.
     let _ = sender.send(message);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use s4_format::DType;
+
+    use super::*;
+    use crate::{Contents, ReadOptions, Source, Target, TensorSource, WriteOptions, Writer};
+
+    #[derive(Clone, Default)]
+    struct Kept(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Kept {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A file of one array of fp32 values, its rounded copy, and zeros; read with `threads` threads.
+    fn reader(threads: usize) -> Reader {
+        let count = 1 << 21;
+        let values = (0..count as u32).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 2 | 1 << 29) & !0xffff);
+        let wide: Vec<u8> = values.clone().flat_map(u32::to_le_bytes).collect();
+        let rounded: Vec<u8> = values.flat_map(|v| ((v >> 16) as u16).to_le_bytes()).collect();
+        let zeros = vec![0; 4 * count];
+        let shape = [count as u64];
+        let kept = Kept::default();
+        let target = Target::Stream(Box::new(kept.clone()));
+        let mut writer = Writer::create(target, WriteOptions::default()).unwrap();
+        let tensors = [
+            TensorSource::new("rounded", DType::BFloat16, &shape, &rounded[..]),
+            TensorSource::new("wide", DType::Float32, &shape, &wide[..]),
+            TensorSource::new("zeros", DType::Float32, &shape, &zeros[..]),
+        ];
+        writer.write(&tensors).unwrap();
+        writer.finish(Contents::default()).unwrap();
+        let bytes = std::mem::take(&mut *kept.0.lock().unwrap());
+        let options = ReadOptions { threads: Some(threads), ..ReadOptions::default() };
+        Reader::open(Source::Bytes(bytes.into()), options).unwrap()
+    }
+
+    /// The stored bytes of a tensor, and how many threads read it.
+    fn threads_of(reader: &Reader, name: &str, threads: usize) -> (u64, usize) {
+        let tensor = reader.find(name).unwrap();
+        reader.prepare(&[tensor]).unwrap();
+        let blocks = reader.blocks(&[tensor]).unwrap();
+        let stored = blocks[&tensor].records.iter().map(|r| u64::from(r.len)).sum();
+        let mut to = vec![0; reader.tensors[tensor].bytes().unwrap() as usize];
+        let jobs = reader.jobs(vec![Want { tensor, first: 0, to: &mut to }], &blocks).unwrap();
+        let spans = reader.request_spans(jobs, threads);
+        (stored, reader.threads_for(&spans))
+    }
+
+    #[test]
+    fn values_that_are_hardly_stored_are_filled_by_all_threads() {
+        let reader = reader(4);
+        for name in ["rounded", "zeros"] {
+            let (stored, threads) = threads_of(&reader, name, 4);
+            assert!(stored < 4096, "{name}: {stored} bytes");
+            assert_eq!(threads, 4, "{name}");
+        }
+        assert_eq!(threads_of(&reader, "wide", 4).1, 4);
+    }
 }

@@ -319,6 +319,27 @@ impl Reader {
         self.read_into(requests)
     }
 
+    /// The tensors, by number, that are copies of others of the checkpoint, and those others: if they
+    /// are read by one call, each is decoded only once. Other tensors may as well be read by several
+    /// calls. `None` if this holds for all of them: if there is a parent, which would be opened for
+    /// each call, and if requests are slow.
+    pub fn read_together(&self) -> Option<Vec<usize>> {
+        if self.parent_digest().is_some() || self.any_remote() {
+            return None;
+        }
+        let mut numbers = vec![];
+        for number in 0..self.named {
+            let mut originals = self.plan(number).own_inputs().peekable();
+            if originals.peek().is_some() {
+                numbers.push(number);
+                numbers.extend(originals.map(|o| o as usize));
+            }
+        }
+        numbers.sort_unstable();
+        numbers.dedup();
+        Some(numbers)
+    }
+
     /// Fills every want. If bytes in objects of a store do not match their checksums, they are read
     /// once more before they count as damaged: they may have been damaged in transit.
     fn fetch_checked(

@@ -483,6 +483,12 @@ class Reader:
         used before, so large pages are worth asking for.
         """
 
+    def read_together(self) -> list[int] | None:
+        """The indices of the tensors that are copies of others, and of those others: read by one
+        call, each is decoded once. ``None``: this holds for all tensors, as in a delta, or there is
+        little to gain from reading some while others are not ready.
+        """
+
     def read_view(
         self,
         number: int,

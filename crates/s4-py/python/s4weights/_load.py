@@ -268,10 +268,13 @@ def build(
             stream, storages, map_location, pickle_module, pickle_load_args, stand_ins
         )
     decoder = TreeDecoder(storages)
-    storages.defer()
-    with NoCollection():
-        obj = decoder.decode(tree) if form == "tree" and tree is not None else decoder.tensors()
-    storages.fill()
+    try:
+        storages.defer()
+        with NoCollection():
+            obj = decoder.decode(tree) if form == "tree" and tree is not None else decoder.tensors()
+        storages.fill()
+    finally:
+        storages.close()
     return obj
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from math import gcd
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._collection import NoCollection
-from ._device import HOST, Compute, place
+from ._device import HOST, Compute, Places
 from ._errors import MismatchError
 from ._load import Layouts, layouts_of
 from ._names import join, tensors_by_path, walk_modules
@@ -188,20 +189,26 @@ def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> 
     """Why a tensor cannot be filled with the saved one; ``None`` if it can."""
     import torch
 
-    for tensor, where in ((target, ""), (saved, " in the file")):
-        kind = _unusual(tensor, layouts)
-        if kind:
-            return f"is {kind}{where}: load the file and copy it yourself"
+    if kind := _unusual(target, layouts):
+        return f"is {kind}: load the file and copy it yourself"
+    if kind := _unusual(saved, layouts):
+        return f"is {kind} in the file: load the file and copy it yourself"
     if target.dtype != saved.dtype or target.shape != saved.shape:
         return (
             f"is {target.dtype} {list(target.shape)}, in the file {saved.dtype} {list(saved.shape)}"
         )
-    if target.device.type == "meta":
+    if target.is_meta:
         return "has no memory"
-    there, view = target.untyped_storage().nbytes(), (target.shape, target.stride())
-    if not fits(there, target.itemsize, target.storage_offset(), *view):
+    there, item, offset = target.untyped_storage().nbytes(), target.itemsize, target.storage_offset()
+    # Contiguous, as nearly all are, is the quick case.
+    if target.is_contiguous():
+        enough, overlap = offset * item + target.nbytes <= there or not target.nbytes, False
+    else:
+        enough = fits(there, item, offset, target.shape, target.stride())
+        overlap = torch._debug_has_internal_overlap(target) == 1
+    if not enough:
         return "has too little memory for its elements: its memory was freed or made smaller"
-    if torch._debug_has_internal_overlap(target) == 1:
+    if overlap:
         return "has one place in memory for several elements"
     stored = saved.untyped_storage()._cdata in layouts.numbers
     return None if stored else "has no values in the file"
@@ -211,7 +218,9 @@ def _unusual(tensor: torch.Tensor, layouts: Layouts) -> str | None:
     """The kind of a tensor that is anything but strided elements of a single storage."""
     import torch
 
-    if torch.nn.parameter.is_lazy(tensor):
+    kind = type(tensor)
+    is_plain = kind is torch.Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer
+    if not is_plain and torch.nn.parameter.is_lazy(tensor):
         return "not initialized"
     if tensor.layout is not torch.strided:
         return f"of layout {str(tensor.layout).removeprefix('torch.')}"
@@ -219,10 +228,7 @@ def _unusual(tensor: torch.Tensor, layouts: Layouts) -> str | None:
         return f"quantized ({str(tensor.dtype).removeprefix('torch.')})"
     if tensor.is_nested:
         return "a nested tensor"
-    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if type(tensor) in plain:
-        return None
-    return layouts.stand_ins.kind(tensor) or f"a {type(tensor).__name__}"
+    return None if is_plain else layouts.stand_ins.kind(tensor) or f"a {kind.__name__}"
 
 
 class _Span(NamedTuple):
@@ -249,9 +255,25 @@ def _extent(steps: list[tuple[int, int, int]], period: int = 0) -> int:
     return sum((size - 1) * step for size, step, _ in steps if not period or step % period)
 
 
+def _bounds(target: torch.Tensor) -> tuple[int, int, int]:
+    """A number of the tensor's device, and where its memory begins and ends. It may be the number
+    of a device of another type, too.
+    """
+    start, item = target.data_ptr(), target.itemsize
+    if target.is_contiguous():
+        return target.get_device(), start, start + target.nbytes
+    steps = zip(target.shape, target.stride(), strict=True)
+    end = start + item * (1 + sum((size - 1) * step for size, step in steps))
+    return target.get_device(), start, end
+
+
 def _shared(pairs: list[Pair]) -> list[str]:
     """Problems with tensors that share memory but are different tensors in the file."""
-    spans = sorted((_span(pair) for pair in pairs if pair.target.nbytes), key=lambda span: span[:3])
+    pairs = [pair for pair in pairs if pair.target.nbytes]
+    bounds = sorted(_bounds(pair.target) for pair in pairs)
+    if all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(bounds)):
+        return []
+    spans = sorted((_span(pair) for pair in pairs), key=lambda span: span[:3])
     problems = []
     before: list[_Span] = []
     for span in spans:
@@ -309,8 +331,9 @@ def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: P
     direct: dict[int, torch.Tensor] = {}
     requests: list[_core.PlacedRequest] = []
     later: list[Pair] = []
+    places = Places()
     for pair in pairs:
-        where = direct_place(pair, compute)
+        where = direct_place(pair, compute, places)
         if where is None or pair.number in direct:
             later.append(pair)
         elif pair.target.nbytes:
@@ -324,18 +347,19 @@ def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: P
         _copy(reader, pair, direct.get(pair.number), progress)
 
 
-def direct_place(pair: Pair, compute: Compute) -> tuple[int, int] | None:
+def direct_place(pair: Pair, compute: Compute, places: Places) -> tuple[int, int] | None:
     """Where the tensor's memory is, if the stored bytes can be read straight into it."""
     target, saved = pair.target, pair.saved
-    whole = covering_shape(saved) is not None and target.is_contiguous()
+    if not target.is_contiguous() or covering_shape(saved) is None:
+        return None
     # The stored bytes of conjugated and negated views are not their values.
-    if not whole or any(t.is_conj() or t.is_neg() for t in (target, saved)):
+    if target.is_conj() or target.is_neg() or saved.is_conj() or saved.is_neg():
         return None
-    if target.device.type == "cpu":
+    if target.is_cpu:
         return HOST
-    if target.device.type != "cuda" or compute.engine((target.device.index,)) is None:
+    if not target.is_cuda or compute.engine((target.get_device(),)) is None:
         return None
-    return place(target.untyped_storage())
+    return places.of(target.untyped_storage())
 
 
 def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress: Progress) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 STAGING_BYTES = 256 << 20
 #: Bytes that are read ahead into a GPU, where they stay.
 AHEAD_BYTES = 1 << 30
+#: With this many storages or more, some are read while others are being created, in about as many
+#: batches.
+MANY, BATCHES = 1024, 6
 
 _DTYPES = frozenset(_core.dtypes())
 
@@ -214,6 +218,10 @@ class StorageReader:
         self._waiting: list[tuple[int, torch.UntypedStorage]] | None = None
         # Whether `new_tensor` may create tensors; `None` until the first call.
         self._makes: bool | None = None
+        self._background: _Background | None = None
+        # How many storages are handed to the background at a time, and those that are not.
+        self._batch = 0
+        self._together: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -293,7 +301,7 @@ class StorageReader:
             return None
         self._done[number], self._sizes[number] = storage, nbytes
         if not self._meta:
-            self._waiting.append((number, storage))
+            self._await(number, storage)
         return tensor
 
     def _makes_tensors(self) -> bool:
@@ -345,7 +353,7 @@ class StorageReader:
         device = self._device_of(location)
         if self._waiting is not None and device is not None and number not in self._ahead:
             storage = _allocate(nbytes, device)
-            self._waiting.append((number, storage))
+            self._await(number, storage)
             return storage
         if number not in self._ahead:
             self._fetch(number, device or torch.device("cpu"))
@@ -369,15 +377,46 @@ class StorageReader:
         return self._devices[location]
 
     def defer(self) -> None:
-        """From now on storages are filled by `fill`, all at once. Until then nobody may use their
-        values.
+        """From now on storages are filled later: by `fill`, or, if there are many, in the background.
+        Until `fill` has returned nobody may use their values. `close` must be called at the end.
         """
         self._waiting = []
+        # A function of the caller's that is told of the progress is called on the caller's thread.
+        together = None
+        if len(self._infos) >= MANY and not self._meta and self._progress.native() is None:
+            together = self._reader.read_together()
+        if together is not None:
+            self._together = frozenset(together)
+            self._background = _Background()
+            self._batch = max(MANY // 2, len(self._infos) // BATCHES)
 
     def fill(self) -> None:
         """Reads the storages that were handed out since `defer`."""
         waiting, self._waiting = self._waiting or [], None
+        if self._background is not None:
+            self._background.wait()
         self._read(waiting)
+
+    def close(self) -> None:
+        """Stops reading in the background."""
+        if self._background is not None:
+            self._background.close()
+
+    def _await(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Notes a storage that is to be filled."""
+        assert self._waiting is not None
+        self._waiting.append((number, storage))
+        if self._background is not None and len(self._waiting) >= self._batch:
+            now = [w for w in self._waiting if w[0] not in self._together]
+            self._waiting = [w for w in self._waiting if w[0] in self._together]
+            self._batch = len(self._waiting) + max(MANY // 2, len(self._infos) // BATCHES)
+            # The current streams are those of this thread.
+            requests = self._requests(now)
+            self._background.run(
+                lambda progress: read_batch(
+                    self._reader, self._compute, requests, progress, new=True
+                )
+            )
 
     def numbers(self) -> dict[int, int]:
         """The indices of the storages that were handed out, by identity."""
@@ -401,9 +440,44 @@ class StorageReader:
         self._ahead.update(batch)
 
     def _read(self, batch: list[tuple[int, torch.UntypedStorage]]) -> None:
-        places = Places()
-        requests = [(n, s.data_ptr(), s.nbytes(), places.of(s)) for n, s in batch if s.nbytes()]
+        requests = self._requests(batch)
         read_batch(self._reader, self._compute, requests, self._progress, new=True)
+
+    def _requests(self, batch: list[tuple[int, torch.UntypedStorage]]) -> list[_core.PlacedRequest]:
+        places = Places()
+        return [(n, s.data_ptr(), s.nbytes(), places.of(s)) for n, s in batch if s.nbytes()]
+
+
+class _Background(Progress):
+    """Runs native work, one call after the other, on a thread that ends with it."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0, "load")
+        self._thread = ThreadPoolExecutor(1, "s4weights-read")
+        self._started: list[Future[None]] = []
+        self._closed = False
+
+    def run(self, work: Callable[[Progress], None]) -> None:
+        """Starts work as soon as the work before has ended."""
+        self._started.append(self._thread.submit(work, self))
+
+    def wait(self) -> None:
+        """Waits for all work. Raises the first error."""
+        for started in self._started:
+            started.result()
+
+    def close(self) -> None:
+        """Ends the thread, in the middle of its work if nobody waited for it."""
+        self._closed = True
+        self._thread.shutdown(cancel_futures=True)
+
+    def native(self) -> Callable[[int], None]:
+        """The function that native work calls from time to time."""
+        return self._check
+
+    def _check(self, _done: int) -> None:
+        if self._closed:
+            raise S4Error("reading was stopped")
 
 
 def read_batch(

@@ -140,9 +140,10 @@ class LiveWeights:
         found = match(self._weights, reader)
         pairs = [pair._replace(target=pair.target.detach()) for pair in found]
         places: dict[int, torch.Tensor] = {}
-        rest = []
+        rest, devices = [], Places()
         for pair in pairs:
-            if pair.number not in places and direct_place(pair, self._compute) is not None:
+            direct = direct_place(pair, self._compute, devices) is not None
+            if direct and pair.number not in places:
                 places[pair.number] = pair.target
             else:
                 rest.append(pair)
