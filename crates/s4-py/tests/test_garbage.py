@@ -55,6 +55,19 @@ def test_save_and_load_keep_nothing(form: str, tmp_path: Path) -> None:
     assert there() is None
 
 
+def test_a_load_of_many_tensors_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_storages, "MANY", 4)
+    path = tmp_path / "a.s4w"
+    s4weights.save({str(i): torch.randn(5000) for i in range(20)}, path)
+    loaded = s4weights.load(path)
+    assert_free()
+    there = weakref.ref(loaded["7"])
+    del loaded
+    assert there() is None
+
+
 @pytest.mark.parametrize("form", ["tree", "pickle"])
 def test_stores_keep_nothing(form: str, tmp_path: Path) -> None:
     with CheckpointStore(tmp_path / "s") as store:

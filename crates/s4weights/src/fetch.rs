@@ -601,7 +601,8 @@ mod tests {
     /// A file of one array of fp32 values, its rounded copy, and zeros; read with `threads` threads.
     fn reader(threads: usize) -> Reader {
         let count = 1 << 21;
-        let values = (0..count as u32).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 2 | 1 << 29) & !0xffff);
+        let values =
+            (0..count as u32).map(|i| (i.wrapping_mul(0x9e37_79b9) >> 2 | 1 << 29) & !0xffff);
         let wide: Vec<u8> = values.clone().flat_map(u32::to_le_bytes).collect();
         let rounded: Vec<u8> = values.flat_map(|v| ((v >> 16) as u16).to_le_bytes()).collect();
         let zeros = vec![0; 4 * count];

@@ -219,7 +219,8 @@ class StorageReader:
         # Whether `new_tensor` may create tensors; `None` until the first call.
         self._makes: bool | None = None
         self._background: _Background | None = None
-        # How many storages are handed to the background at a time, and those that are not.
+        # With how many waiting storages a batch begins; and the storages that are read together at
+        # the end.
         self._batch = 0
         self._together: frozenset[int] = frozenset()
 
@@ -409,14 +410,9 @@ class StorageReader:
         if self._background is not None and len(self._waiting) >= self._batch:
             now = [w for w in self._waiting if w[0] not in self._together]
             self._waiting = [w for w in self._waiting if w[0] in self._together]
-            self._batch = len(self._waiting) + max(MANY // 2, len(self._infos) // BATCHES)
+            self._batch += len(self._waiting)
             # The current streams are those of this thread.
-            requests = self._requests(now)
-            self._background.run(
-                lambda progress: read_batch(
-                    self._reader, self._compute, requests, progress, new=True
-                )
-            )
+            self._background.read(self._reader, self._compute, self._requests(now))
 
     def numbers(self) -> dict[int, int]:
         """The indices of the storages that were handed out, by identity."""
@@ -449,7 +445,7 @@ class StorageReader:
 
 
 class _Background(Progress):
-    """Runs native work, one call after the other, on a thread that ends with it."""
+    """Reads batches of storages, one after the other, on a thread that ends with it."""
 
     def __init__(self) -> None:
         super().__init__(None, 0, "load")
@@ -457,17 +453,20 @@ class _Background(Progress):
         self._started: list[Future[None]] = []
         self._closed = False
 
-    def run(self, work: Callable[[Progress], None]) -> None:
-        """Starts work as soon as the work before has ended."""
-        self._started.append(self._thread.submit(work, self))
+    def read(
+        self, reader: _core.Reader, compute: Compute, batch: list[_core.PlacedRequest]
+    ) -> None:
+        """Reads a batch after those before it."""
+        work = functools.partial(read_batch, reader, compute, batch, self, new=True)
+        self._started.append(self._thread.submit(work))
 
     def wait(self) -> None:
-        """Waits for all work. Raises the first error."""
+        """Waits for all batches. Raises the first error."""
         for started in self._started:
             started.result()
 
     def close(self) -> None:
-        """Ends the thread, in the middle of its work if nobody waited for it."""
+        """Ends the thread, in the middle of a batch if nobody waited for it."""
         self._closed = True
         self._thread.shutdown(cancel_futures=True)
 
