@@ -156,6 +156,7 @@ fn exit_codes_are_those_of_the_help() {
     let code = |arguments: &[&str]| s4w(arguments).status.code();
     assert_eq!(code(&[]), Some(2));
     assert_eq!(code(&["compress", "x", "--preset", "huge"]), Some(2));
+    assert_eq!(code(&["selftest", "--threads", "0"]), Some(2));
     assert_eq!(code(&["compress", "x.safetensors", "--simd", "neon"]).map(|c| c >= 2), Some(true));
     assert_eq!(code(&["verify", &path("missing.s4w")]), Some(3));
     assert_eq!(code(&["compress", &path("missing.safetensors")]), Some(3));
