@@ -1,48 +1,22 @@
 //! Converts between .safetensors and .s4w, with one tensor in memory at a time.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use s4weights::{
-    Contents, DType, Reader, Report, Target, TensorInfo, TensorSource, WriteOptions, Writer,
-    is_url, redact_url,
+    Contents, DType, Reader, Report, Target, TensorSource, WriteOptions, Writer, is_url, redact_url,
 };
-use safetensors::tensor::{Dtype, Metadata, View};
+use safetensors::tensor::{Dtype, Metadata, View as SafetensorsView};
 
+use crate::arrays::{Array, Arrays, DTYPES, FOREIGN};
 use crate::error::{Failure, Result};
 use crate::files::{self, Other, PICKLES};
 use crate::left_out::LeftOut;
 use crate::progress::Bar;
 use crate::visible;
-
-/// Prefix of the metadata that keeps the safetensors dtype and shape of a tensor whose dtype PyTorch lacks.
-const FOREIGN: &str = "safetensors.";
-
-/// The dtypes that both formats have.
-const DTYPES: [(Dtype, DType); 19] = [
-    (Dtype::BOOL, DType::Bool),
-    (Dtype::U8, DType::UInt8),
-    (Dtype::I8, DType::Int8),
-    (Dtype::F8_E5M2, DType::Float8E5M2),
-    (Dtype::F8_E4M3, DType::Float8E4M3Fn),
-    (Dtype::F8_E8M0, DType::Float8E8M0Fnu),
-    (Dtype::F8_E4M3FNUZ, DType::Float8E4M3FnUz),
-    (Dtype::F8_E5M2FNUZ, DType::Float8E5M2FnUz),
-    (Dtype::I16, DType::Int16),
-    (Dtype::U16, DType::UInt16),
-    (Dtype::F16, DType::Float16),
-    (Dtype::BF16, DType::BFloat16),
-    (Dtype::I32, DType::Int32),
-    (Dtype::U32, DType::UInt32),
-    (Dtype::F32, DType::Float32),
-    (Dtype::C64, DType::Complex64),
-    (Dtype::F64, DType::Float64),
-    (Dtype::I64, DType::Int64),
-    (Dtype::U64, DType::UInt64),
-];
 
 /// A path or URL with another ending.
 pub(crate) fn with_ending(path: &str, ending: &str) -> String {
@@ -152,33 +126,30 @@ fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
 /// A tensor that is decoded when the writer asks for its bytes.
 struct Lazy<'a> {
     reader: &'a Reader,
-    name: &'a str,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    bytes: usize,
-    failure: &'a std::sync::Mutex<Option<s4weights::Error>>,
+    array: &'a Array,
+    failure: &'a std::sync::Mutex<Option<Failure>>,
 }
 
-impl View for &Lazy<'_> {
+impl SafetensorsView for &Lazy<'_> {
     fn dtype(&self) -> Dtype {
-        self.dtype
+        self.array.dtype
     }
 
     fn shape(&self) -> &[usize] {
-        &self.shape
+        &self.array.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
         // The trait cannot report an error: keep it, and do not rename the file later. Nothing is written for what
         // could not be read, so that the writing ends at once.
-        Cow::Owned(self.reader.read(self.name).unwrap_or_else(|e| {
+        Cow::Owned(self.array.read(self.reader).unwrap_or_else(|e| {
             self.failure.lock().unwrap_or_else(|p| p.into_inner()).get_or_insert(e);
             vec![]
         }))
     }
 
     fn data_len(&self) -> usize {
-        self.bytes
+        self.array.bytes
     }
 }
 
@@ -210,7 +181,9 @@ pub(crate) fn decompress(
     target: &str,
     quiet: bool,
 ) -> Result<usize> {
-    if let Some(left_out) = LeftOut::of(reader) {
+    let arrays = Arrays::of(reader, &redact_url(input))?;
+    if !arrays.left_out.is_nothing() {
+        let left_out = &arrays.left_out;
         if output.is_none() {
             let input = redact_url(input);
             return Err(Failure::Unsupported(format!(
@@ -218,9 +191,9 @@ pub(crate) fn decompress(
                  it to a .pt file; to write the tensors alone, name the output, such as {target}"
             )));
         }
-        warn_of(&left_out, target, quiet);
+        warn_of(left_out, target, quiet);
     }
-    to_safetensors(reader, target)
+    to_safetensors(reader, arrays, target)
 }
 
 /// Warns of what is not written.
@@ -239,24 +212,21 @@ pub(crate) fn warn_of(left_out: &LeftOut, output: &str, quiet: bool) {
 }
 
 /// Writes the tensors of an open checkpoint into a .safetensors file; returns their number.
-pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
-    let mut metadata: HashMap<String, String> =
-        reader.manifest().metadata.clone().into_iter().collect();
+pub(crate) fn to_safetensors(reader: &Reader, arrays: Arrays, output: &str) -> Result<usize> {
+    let Arrays { arrays, metadata, .. } = arrays;
     let failure = std::sync::Mutex::new(None);
-    let mut views = vec![];
-    for t in reader.tensors() {
-        let foreign = metadata.remove(&format!("{FOREIGN}{}", t.name));
-        let (dtype, shape) = their_type(&t, foreign)?;
-        let bytes = usize::try_from(t.bytes).unwrap_or(usize::MAX);
-        let failure = &failure;
-        views.push((t.name, Lazy { reader, name: t.name, dtype, shape, bytes, failure }));
-    }
+    let views: Vec<_> = (arrays.iter())
+        .map(|array| (&array.name, Lazy { reader, array, failure: &failure }))
+        .collect();
     let metadata = (!metadata.is_empty()).then_some(metadata);
     // A link stays a link, and permissions stay, as if the file were overwritten in place.
     let target = std::fs::canonicalize(output).unwrap_or_else(|_| output.into());
     let temporary = beside(&target);
     // The crate creates its file for this user alone; this one has the permissions that the umask allows.
-    let new = File::create(&temporary).and_then(|f| f.metadata());
+    // What a killed process or somebody else left under its name is not written through.
+    let _ = std::fs::remove_file(&temporary);
+    let new = File::options().write(true).create_new(true).open(&temporary);
+    let new = new.and_then(|f| f.metadata());
     let permissions = new.map_err(|e| named(output, e))?.permissions();
     let written =
         safetensors::serialize_to_file(views.iter().map(|(n, v)| (*n, v)), metadata, &temporary);
@@ -268,7 +238,7 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
     let written = written.and_then(|()| sort_metadata(&temporary).map_err(|e| named(output, e)));
     let outcome =
         written.and_then(|()| match failure.lock().unwrap_or_else(|p| p.into_inner()).take() {
-            Some(e) => Err(e.into()),
+            Some(e) => Err(e),
             None => replace(&temporary, &target, permissions).map_err(|e| named(output, e)),
         });
     if outcome.is_err() {
@@ -319,22 +289,8 @@ fn replace(temporary: &Path, target: &Path, new: std::fs::Permissions) -> std::i
             let _ = chown(temporary, None, Some(old.gid()));
         }
     }
+    // A crash must leave the old file or the new one. Opened before the permissions may forbid it.
+    File::options().write(true).open(temporary)?.sync_all()?;
     std::fs::set_permissions(temporary, old.map_or(new, |old| old.permissions()))?;
     std::fs::rename(temporary, target)
-}
-
-fn their_type(t: &TensorInfo<'_>, foreign: Option<String>) -> Result<(Dtype, Vec<usize>)> {
-    if let Some(Ok(known)) = foreign.map(|text| serde_json::from_str(&text)) {
-        return Ok(known);
-    }
-    let shape = t.shape.iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
-    match DTYPES.iter().find(|(_, ours)| *ours == t.dtype) {
-        Some((theirs, _)) => Ok((*theirs, shape)),
-        None if t.dtype == DType::Bytes => Ok((Dtype::U8, shape)),
-        None => Err(Failure::Unsupported(format!(
-            "tensor `{}` is {}, which safetensors does not have; write a .pt file with the Python \
-             wheel instead",
-            t.name, t.dtype
-        ))),
-    }
 }

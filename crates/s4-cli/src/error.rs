@@ -17,6 +17,8 @@ pub(crate) enum Failure {
     #[error("{0}")]
     Unsupported(String),
     #[error("{0}")]
+    Damaged(String),
+    #[error("{0}")]
     Test(String),
     #[error("{0}")]
     Usage(String),
@@ -35,7 +37,7 @@ impl Failure {
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Library(e) => library_code(e),
-            Self::Test(_) | Self::Safetensors { .. } => 1,
+            Self::Damaged(_) | Self::Test(_) | Self::Safetensors { .. } => 1,
             Self::Usage(_) => 2,
             Self::Io(_) | Self::NotFound(_) => 3,
             Self::Unsupported(_) => 4,

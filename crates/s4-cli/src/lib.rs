@@ -8,6 +8,7 @@
 //! was faster.
 #![forbid(unsafe_code)]
 
+mod arrays;
 mod convert;
 mod error;
 mod files;
@@ -21,6 +22,7 @@ mod serve;
 mod signals;
 mod store;
 mod transcode;
+mod tree;
 mod visible;
 
 use std::ffi::OsString;

@@ -402,9 +402,19 @@ fn tensors_are_written_to_safetensors_files_only_and_others_told_of() {
     write("blob.s4w", blob("mine"));
     let out = s4w(&["decompress", &path("flat.s4w")]);
     assert!(out.status.success() && out.stderr.is_empty(), "{}", text(&out));
+    for back in [None, Some(path("pickle.safetensors"))] {
+        let out =
+            s4w(&[vec!["decompress".to_owned(), path("pickle.s4w")], back.into_iter().collect()]
+                .concat()
+                .iter()
+                .map(String::as_str)
+                .collect::<Vec<_>>());
+        assert_eq!(out.status.code(), Some(4), "{}", text(&out));
+        assert!(text(&out).contains("only PyTorch can tell"), "{}", text(&out));
+        assert!(!dir.path().join("pickle.safetensors").exists());
+    }
     for (name, what) in [
         ("step.s4w", "1 value that is not a tensor"),
-        ("pickle.s4w", "with all other values"),
         ("dcp.s4w", "in pieces"),
         ("blob.s4w", "the blobs mine"),
     ] {

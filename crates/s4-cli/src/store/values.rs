@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use super::row::stored;
 use super::{StoreArgs, select, text};
+use crate::arrays::Arrays;
 use crate::error::{Failure, Result};
-use crate::left_out::LeftOut;
 use crate::progress::Bar;
 use crate::{Common, convert, files, say, to_json};
 
@@ -71,10 +71,12 @@ pub(crate) fn restore(
             reader.tensors().len()
         }
         false => {
-            if let Some(left_out) = LeftOut::of(reader) {
-                convert::warn_of(&left_out, &output, common.quiet);
+            let place = format!("{}: step {step}", redact_url(store.name()));
+            let arrays = Arrays::of(reader, &place)?;
+            if !arrays.left_out.is_nothing() {
+                convert::warn_of(&arrays.left_out, &output, common.quiet);
             }
-            convert::to_safetensors(reader, &output)?
+            convert::to_safetensors(reader, arrays, &output)?
         }
     };
     drop(bar);

@@ -16,9 +16,9 @@ import unicodedata
 import urllib.parse
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._errors import (
@@ -32,9 +32,14 @@ from ._errors import (
     UnsupportedFormatError,
 )
 from ._save import PRESETS
-from ._sources import Foreign, is_url, open_source
+from ._sources import Foreign, is_url, open_source, require_s4w
+
+if TYPE_CHECKING:
+    from ._entries import CheckpointEntry
+    from ._store import CheckpointStore
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+ARRAYS = ".safetensors"
 
 EXIT_DAMAGED, EXIT_USAGE, EXIT_IO, EXIT_UNSUPPORTED, EXIT_CONFLICT = 1, 2, 3, 4, 5
 
@@ -149,11 +154,42 @@ def _converter(line: _Line) -> Callable[[_Line], str] | None:
     if names[:1] == ["compress"] and len(names) > 1:
         return _compress if names[1].endswith(PICKLES) or os.path.isdir(names[1]) else None
     if names[:1] == ["decompress"] and len(names) > 1:
+        if len(names) > 2 and names[2].endswith(ARRAYS):
+            return _decompress_arrays if _is_pickled(names[1]) else None
         is_pickle = names[2].endswith(PICKLES) if len(names) > 2 else _is_object(names[1])
         return _decompress if is_pickle else None
-    if names[:2] == ["store", "restore"] and any(name.endswith(PICKLES) for name in names[4:]):
-        return _restore
+    if names[:2] == ["store", "restore"]:
+        if any(name.endswith(PICKLES) for name in names[4:]):
+            return _restore
+        if any(name.endswith(ARRAYS) for name in names[4:]) and _is_pickled_there(line):
+            return _restore_arrays
     return None
+
+
+def _is_pickled(source: str) -> bool:
+    """Whether a file holds a pickle, and PyTorch is installed to say which tensors it has."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    try:
+        reader = open_source(source, None, None)
+        return not isinstance(reader, Foreign) and reader.form() == "pickle"
+    except (S4Error, OSError):
+        # The native program will say what is wrong.
+        return False
+
+
+def _is_pickled_there(line: _Line) -> bool:
+    """The same for a checkpoint of a store."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    with warnings.catch_warnings():
+        # Who opens the store again warns.
+        warnings.simplefilter("ignore")
+        try:
+            with _chosen(line, *_choice(line, "")) as (_, _, reader):
+                return reader.form() == "pickle"
+        except (S4Error, OSError, ValueError, _UsageError):
+            return False
 
 
 def _is_object(source: str) -> bool:
@@ -303,28 +339,12 @@ def _restore(line: _Line) -> str:
     """`store restore STORE CHECKPOINT FILE.pt`."""
     usage = "s4w store restore [-o KEY=VALUE]... [--force] STORE CHECKPOINT FILE.pt"
     line.require(5, usage, "--option")
-    pairs = [value.partition("=") for name, value in line.options if name == "--option"]
-    storage = {key: value for key, _, value in pairs}
-    if "" in storage or len(storage) < len(pairs):
-        raise _UsageError(f"an option of the object store has no name, or is given twice: {usage}")
-    url, which, target = line.names[2:]
-    step = None if which == "latest" else int(which) if which.isdecimal() else which
-    if isinstance(step, str):
-        try:
-            uuid.UUID(step)
-        except ValueError:
-            what = f"`{which}` is not a step, a checkpoint's id or `latest`"
-            raise _UsageError(what) from None
+    choice, target = _choice(line, usage), line.names[4]
     _check_output(None, target, line)
     _require_folder(target)
-    from . import CheckpointStore
     from ._cli_torch import write_file
 
-    # Read-only, a store with a damaged log can be opened, too, with a warning.
-    with CheckpointStore(url, storage_options=storage, read_only=True) as store:
-        native = store._open("open")
-        entry = store._find(step)
-        reader = native.open(entry.id)
+    with _chosen(line, *choice) as (store, entry, reader):
         is_distributed = _is_distributed(reader)
         where = f"{store.url}: step {entry.step}"
         if int(entry.tags.get("dcp.ranks", "1")) > 1:
@@ -344,6 +364,74 @@ def _restore(line: _Line) -> str:
             raise _unsafe(where, error, _PIECES if is_distributed else steps) from error
     write_file(state, target)
     return f"{target}: written"
+
+
+def _restore_arrays(line: _Line) -> str:
+    """`store restore STORE CHECKPOINT FILE.safetensors` of a pickled object."""
+    usage = "s4w store restore [-o KEY=VALUE]... [--force] STORE CHECKPOINT FILE.safetensors"
+    line.require(5, usage, "--option")
+    choice, target = _choice(line, usage), line.names[4]
+    _check_output(None, target, line)
+    _require_folder(target)
+    with _chosen(line, *choice) as (store, entry, reader):
+        return _write_arrays(reader, f"{store.url}: step {entry.step}", target)
+
+
+def _decompress_arrays(line: _Line) -> str:
+    """`decompress FILE.s4w FILE.safetensors` of a pickled object."""
+    usage = "s4w decompress [--trusted] [--threads N] [--force] IN OUT.safetensors"
+    line.require(3, usage, "--trusted", "--threads")
+    source, target = line.names[1:]
+    threads = line.threads()
+    _check_output(source, target, line)
+    _require_folder(target)
+    reader = require_s4w(open_source(source, None, threads, line.has("--trusted")))
+    return _write_arrays(reader, source, target)
+
+
+def _write_arrays(reader: _core.Reader, where: str, target: str) -> str:
+    from ._cli_arrays import write_arrays
+
+    try:
+        number, left_out = write_arrays(reader, where, target)
+    except UnsafeLoadError as error:
+        raise _unsafe(where, error, "s4weights.load(..., weights_only=False) loads it") from error
+    warnings.warn(
+        f"{target} holds tensors only; left out: {left_out}. A name that ends with .pt gets all of it",
+        stacklevel=1,
+    )
+    return f"{target}: {number} tensor{'' if number == 1 else 's'}"
+
+
+def _choice(line: _Line, usage: str) -> tuple[dict[str, str], int | str | None]:
+    """The options of the object store, and the step or id, of `store restore`."""
+    pairs = [value.partition("=") for name, value in line.options if name == "--option"]
+    storage = {key: value for key, _, value in pairs}
+    if "" in storage or len(storage) < len(pairs):
+        raise _UsageError(f"an option of the object store has no name, or is given twice: {usage}")
+    which = line.names[3]
+    step = None if which == "latest" else int(which) if which.isdecimal() else which
+    if isinstance(step, str):
+        try:
+            uuid.UUID(step)
+        except ValueError:
+            what = f"`{which}` is not a step, a checkpoint's id or `latest`"
+            raise _UsageError(what) from None
+    return storage, step
+
+
+@contextlib.contextmanager
+def _chosen(
+    line: _Line, storage: dict[str, str], step: int | str | None
+) -> Iterator[tuple[CheckpointStore, CheckpointEntry, _core.Reader]]:
+    """The store, the entry and a reader of the checkpoint that `store restore` names."""
+    from . import CheckpointStore
+
+    # Read-only, a store with a damaged log can be opened, too, with a warning.
+    with CheckpointStore(line.names[2], storage_options=storage, read_only=True) as store:
+        native = store._open("open")
+        entry = store._find(step)
+        yield store, entry, native.open(entry.id)
 
 
 def _put_together(reader: _core.Reader, where: str) -> Any:
@@ -417,7 +505,8 @@ def _local(name: str) -> str | None:
 def _require_folder(target: str) -> None:
     """Raises before any work is done if it is already clear that the file cannot be written."""
     if is_url(target):
-        what = f"{target}: a PyTorch file is written to a path, not to a URL: name one"
+        kind = "a .safetensors file" if target.endswith(ARRAYS) else "a PyTorch file"
+        what = f"{target}: {kind} is written to a path, not to a URL: name one"
         raise UnsupportedFormatError(what)
     if os.path.isdir(target):
         raise StorageError(errno.EISDIR, os.strerror(errno.EISDIR), target)

@@ -6,9 +6,11 @@ import contextlib
 import os
 import pickle
 import pickletools
+import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,6 +24,8 @@ from ._sources import _HEAD, _is_safetensors
 _OLD_PICKLES = 4
 #: The most characters of a message of PyTorch's that errors quote.
 _MAX_SAID = 300
+#: What messages contain when PyTorch's writer could not write.
+_WRITE_ERRORS = ("enforce fail", "PytorchStreamWriter", "unexpected pos")
 
 
 def read_file(path: str) -> Any:
@@ -109,14 +113,34 @@ def brief(error: BaseException) -> str:
 
 
 def write_file(state: object, target: str) -> None:
-    """As `torch.save`, but under a temporary name first. A link stays a link, and a file that
-    replaces another gets its permissions and, where the system allows it, its owner.
+    """As `torch.save`, but under a temporary name first: see `replacing`."""
+    with replacing(target) as file:
+        try:
+            torch.save(state, file)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # whatever PyTorch's writers raise
+            if isinstance(error, RuntimeError) and any(what in str(error) for what in _WRITE_ERRORS):
+                raise StorageError(f"{target}: cannot write: {brief(error)}") from error
+            what = f"{target}: PyTorch cannot write this to a file of its own: {brief(error)}"
+            raise UnsupportedFormatError(what) from error
+
+
+@contextlib.contextmanager
+def replacing(target: str) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of ``target`` if no exception occurs, once it is on disk. A
+    link stays a link, and a file that replaces another gets its permissions and, where the system
+    allows it, its owner.
     """
     path = Path(os.path.realpath(target))
-    temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}.tmp")
+    # A name that nobody can guess, and a file that nobody has made: in a folder that others may
+    # write to, a link of that name could lead elsewhere.
+    temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         if path.exists():
             old = path.stat()
             if hasattr(os, "chown"):
@@ -125,8 +149,8 @@ def write_file(state: object, target: str) -> None:
             shutil.copymode(path, temporary)
         temporary.replace(path)
     except OSError as error:
+        if isinstance(error, StorageError):
+            raise
         raise StorageError(error.errno, error.strerror, target) from error
-    except RuntimeError as error:  # PyTorch's writer, of a file that it cannot write
-        raise StorageError(f"{target}: cannot write: {brief(error)}") from error
     finally:
         temporary.unlink(missing_ok=True)

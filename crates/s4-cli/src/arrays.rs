@@ -1,0 +1,278 @@
+//! The arrays that a .s4w file becomes in a .safetensors file: its tensors as they were saved. What is stored is their
+//! memory, of which a tensor may be a part, in any order: each is read by its shape, offset and strides.
+
+use std::collections::HashMap;
+
+use s4weights::{DType, Reader, Slice, TensorInfo, View};
+use safetensors::tensor::Dtype;
+
+use crate::error::{Failure, Result};
+use crate::left_out::LeftOut;
+use crate::tree::{Place, Tree};
+
+/// Prefix of the metadata that keeps the safetensors dtype and shape of a tensor whose dtype PyTorch lacks.
+pub(crate) const FOREIGN: &str = "safetensors.";
+
+/// How much larger than what is stored the arrays may be: views may repeat values without end.
+const MOST_TIMES: u64 = 16;
+const MOST_MORE: u64 = 1 << 30;
+
+/// The dtypes that both formats have.
+pub(crate) const DTYPES: [(Dtype, DType); 19] = [
+    (Dtype::BOOL, DType::Bool),
+    (Dtype::U8, DType::UInt8),
+    (Dtype::I8, DType::Int8),
+    (Dtype::F8_E5M2, DType::Float8E5M2),
+    (Dtype::F8_E4M3, DType::Float8E4M3Fn),
+    (Dtype::F8_E8M0, DType::Float8E8M0Fnu),
+    (Dtype::F8_E4M3FNUZ, DType::Float8E4M3FnUz),
+    (Dtype::F8_E5M2FNUZ, DType::Float8E5M2FnUz),
+    (Dtype::I16, DType::Int16),
+    (Dtype::U16, DType::UInt16),
+    (Dtype::F16, DType::Float16),
+    (Dtype::BF16, DType::BFloat16),
+    (Dtype::I32, DType::Int32),
+    (Dtype::U32, DType::UInt32),
+    (Dtype::F32, DType::Float32),
+    (Dtype::C64, DType::Complex64),
+    (Dtype::F64, DType::Float64),
+    (Dtype::I64, DType::Int64),
+    (Dtype::U64, DType::UInt64),
+];
+
+/// One tensor of the .safetensors file.
+#[derive(Debug)]
+pub(crate) struct Array {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    /// The shape in the .safetensors file.
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: usize,
+    /// The number of the stored tensor, and which part of it this is, in elements of `item` bytes.
+    tensor: usize,
+    item: u64,
+    sizes: Vec<u64>,
+    offset: u64,
+    stride: Vec<u64>,
+}
+
+/// What a .safetensors file will hold, and what it will not.
+#[derive(Debug, Default)]
+pub(crate) struct Arrays {
+    pub(crate) arrays: Vec<Array>,
+    pub(crate) metadata: HashMap<String, String>,
+    pub(crate) left_out: LeftOut,
+}
+
+impl Arrays {
+    /// Finds the tensors of a checkpoint.
+    ///
+    /// # Errors
+    /// `Unsupported` if only PyTorch can tell what they are, or safetensors cannot hold one; `Damaged`.
+    pub(crate) fn of(reader: &Reader, input: &str) -> Result<Self> {
+        let mut out = Self {
+            metadata: reader.manifest().metadata.clone().into_iter().collect(),
+            left_out: LeftOut::of(reader),
+            ..Self::default()
+        };
+        let stored: Vec<_> = reader.tensors().collect();
+        match reader.tree() {
+            Some(tree) => out.of_tree(&stored, input, tree)?,
+            None if out.left_out.pickled => return Err(pickled(input)),
+            None => {
+                for (number, t) in stored.iter().enumerate() {
+                    let foreign = out.metadata.remove(&format!("{FOREIGN}{}", t.name));
+                    let place = Place { tensor: number as u64, ..Place::default() };
+                    let mut array = array(&stored, input, t.name.to_owned(), &place)?;
+                    if let Some(Ok(known)) = foreign.map(|text| serde_json::from_str(&text)) {
+                        (array.dtype, array.shape) = known;
+                    }
+                    out.arrays.push(array);
+                }
+            }
+        }
+        // The format has its metadata under this name.
+        if out.arrays.iter().any(|a| a.name == "__metadata__") {
+            let what = "safetensors has no tensor named `__metadata__`; write a .pt file with the Python wheel";
+            return Err(Failure::Unsupported(format!("{input}: {what}")));
+        }
+        Ok(out)
+    }
+
+    fn of_tree(&mut self, stored: &[TensorInfo<'_>], input: &str, text: &str) -> Result<()> {
+        let tree = Tree::parse(text).map_err(|what| damaged(input, &what))?;
+        let most: u64 = stored.iter().map(|t| t.bytes).sum();
+        let mut written = 0_u64;
+        let mut first: HashMap<Place, usize> = HashMap::new();
+        for (name, place) in tree.tensors {
+            // As safetensors' own `save_model` does: one of several tensors that are the same is written, and the metadata
+            // has the names of the others.
+            if let Some(same) = first.get(&place) {
+                let same = self.arrays[*same].name.clone();
+                self.metadata.entry(name).or_insert(same);
+                self.left_out.shared += 1;
+                continue;
+            }
+            let array = array(stored, input, name, &place)?;
+            written = written.saturating_add(array.bytes as u64);
+            first.insert(place, self.arrays.len());
+            self.arrays.push(array);
+            if written > most.saturating_mul(MOST_TIMES).saturating_add(MOST_MORE) {
+                return Err(Failure::Unsupported(format!(
+                    "{input}: its tensors repeat what is stored: a .safetensors file has every value, more \
+                     than {written} bytes of {most}; write a .pt file with the Python wheel instead"
+                )));
+            }
+        }
+        let mut used = vec![false; stored.len()];
+        self.arrays.iter().for_each(|a| used[a.tensor] = true);
+        self.left_out.values = tree.values;
+        self.left_out.unreached = used.iter().filter(|used| !**used).count();
+        Ok(())
+    }
+}
+
+fn damaged(input: &str, what: &str) -> Failure {
+    Failure::Damaged(format!("{input}: corrupt data (tree): {what}"))
+}
+
+fn pickled(input: &str) -> Failure {
+    Failure::Unsupported(format!(
+        "{input}: the saved object is a pickle, and only PyTorch can tell which tensors it has. The Python \
+         wheel's `s4w` writes them, or all of it to a .pt file: `pip install s4weights torch`"
+    ))
+}
+
+/// The array of a tensor, once its place is known to lie within what is stored.
+fn array(stored: &[TensorInfo<'_>], input: &str, name: String, place: &Place) -> Result<Array> {
+    let tensor = usize::try_from(place.tensor).unwrap_or(usize::MAX);
+    let no_tensor = || damaged(input, &format!("`{name}` is tensor {tensor}, which is not there"));
+    let stored = stored.get(tensor).ok_or_else(no_tensor)?;
+    let (dtype, item) = match &place.dtype {
+        None => (their_type(stored.dtype), stored.dtype.size() as u64),
+        Some(known) => {
+            let ours = DType::ALL.iter().find(|d| d.name() == known && **d != DType::Bytes);
+            (ours.and_then(|d| their_type(*d)), ours.map_or(1, |d| d.size() as u64))
+        }
+    };
+    let dtype = dtype.ok_or_else(|| {
+        let dtype = place.dtype.as_deref().unwrap_or(stored.dtype.name());
+        let dtype: String = dtype.chars().take(100).collect();
+        Failure::Unsupported(format!(
+            "{input}: tensor `{name}` is {dtype}, which safetensors does not have; write a .pt file with the \
+             Python wheel instead"
+        ))
+    })?;
+    let sizes = place.shape.clone().unwrap_or_else(|| stored.shape.to_vec());
+    let stride = place.stride.clone().unwrap_or_else(|| row_major(&sizes));
+    let outside = || damaged(input, &format!("`{name}` lies outside of {} bytes", stored.bytes));
+    let elements = match sizes.contains(&0) {
+        true => Some(0),
+        false => sizes.iter().try_fold(1_u64, |n, size| n.checked_mul(*size)),
+    };
+    let last = sizes.iter().zip(&stride).try_fold(place.offset, |at, (size, step)| {
+        at.checked_add(size.saturating_sub(1).checked_mul(*step)?)
+    });
+    let end = last.and_then(|last| last.checked_add(1)?.checked_mul(item));
+    let fits = elements == Some(0) || end.is_some_and(|end| end <= stored.bytes);
+    if sizes.len() != stride.len() || !fits {
+        return Err(outside());
+    }
+    let bytes = elements.and_then(|n| usize::try_from(n.checked_mul(item)?).ok());
+    let shape = sizes.iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
+    let bytes = bytes.ok_or_else(outside)?;
+    Ok(Array { name, dtype, shape, bytes, tensor, item, sizes, offset: place.offset, stride })
+}
+
+impl Array {
+    /// Reads the values, in row-major order.
+    pub(crate) fn read(&self, reader: &Reader) -> Result<Vec<u8>> {
+        let mut out = self.buffer(self.bytes)?;
+        if self.bytes == 0 {
+            return Ok(out);
+        }
+        let (tensor, item) = (self.tensor, self.item);
+        let all = |sizes: &[u64]| Slice(sizes.iter().map(|n| 0..*n).collect());
+        let offset = self.offset * item;
+        if let Some(run) = self.run().filter(|run| *run == self.bytes) {
+            debug_assert_eq!(run, out.len());
+            let view = View { offset, item, shape: &self.sizes };
+            reader.read_view(tensor, view, &all(&self.sizes), &mut out)?;
+            return Ok(out);
+        }
+        // The range that it lies in is read as a whole.
+        let last: u64 = self.sizes.iter().zip(&self.stride).map(|(n, step)| (n - 1) * step).sum();
+        let span = [last + 1];
+        let mut range = self.buffer(usize::try_from((last + 1) * item).unwrap_or(usize::MAX))?;
+        reader.read_view(tensor, View { offset, item, shape: &span }, &all(&span), &mut range)?;
+        self.gather(&range, &mut out);
+        Ok(out)
+    }
+
+    fn buffer(&self, bytes: usize) -> Result<Vec<u8>> {
+        let mut out = vec![];
+        out.try_reserve_exact(bytes).map_err(|_| {
+            Failure::Unsupported(format!("no memory for {bytes} bytes of tensor `{}`", self.name))
+        })?;
+        out.resize(bytes, 0);
+        Ok(out)
+    }
+
+    /// How many dimensions, counted from the last, lie in memory without gaps.
+    fn adjacent(&self) -> usize {
+        let mut step = 1;
+        let dimensions = self.sizes.iter().zip(&self.stride).rev();
+        dimensions
+            .take_while(|&(&size, &stride)| {
+                let is_next = size == 1 || stride == step;
+                step *= size;
+                is_next
+            })
+            .count()
+    }
+
+    /// The bytes of a run of elements that are adjacent both in memory and in the array.
+    fn run(&self) -> Option<usize> {
+        let inner = &self.sizes[self.sizes.len() - self.adjacent()..];
+        usize::try_from(inner.iter().product::<u64>() * self.item).ok()
+    }
+
+    /// Copies the elements from the range of memory that they lie in.
+    fn gather(&self, from: &[u8], to: &mut [u8]) {
+        let outer = self.sizes.len() - self.adjacent();
+        let run = self.run().unwrap_or(1);
+        let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
+        let steps: Vec<_> = self.stride[..outer].iter().map(|s| size(s * self.item)).collect();
+        let sizes: Vec<_> = self.sizes[..outer].iter().map(|n| size(*n)).collect();
+        let mut index = vec![0; outer];
+        let mut at = 0;
+        for part in to.chunks_exact_mut(run) {
+            part.copy_from_slice(&from[at..at + run]);
+            for d in (0..outer).rev() {
+                index[d] += 1;
+                at += steps[d];
+                if index[d] < sizes[d] {
+                    break;
+                }
+                at -= steps[d] * sizes[d];
+                index[d] = 0;
+            }
+        }
+    }
+}
+
+/// The strides of a tensor whose elements lie in order.
+fn row_major(sizes: &[u64]) -> Vec<u64> {
+    let mut step = 1_u64;
+    let mut stride = vec![0; sizes.len()];
+    for (to, size) in stride.iter_mut().zip(sizes).rev() {
+        *to = step;
+        step = step.saturating_mul((*size).max(1));
+    }
+    stride
+}
+
+fn their_type(dtype: DType) -> Option<Dtype> {
+    let found = DTYPES.iter().find(|(_, ours)| *ours == dtype).map(|(theirs, _)| *theirs);
+    found.or_else(|| (dtype == DType::Bytes).then_some(Dtype::U8))
+}
