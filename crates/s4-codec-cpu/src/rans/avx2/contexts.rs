@@ -97,9 +97,8 @@ impl Encoder {
         if *at < MOST_BLOCK {
             return Err(Error::limit("rans: no room for words"));
         }
-        let numbers = numbers(block, contexts);
-        if self.look_up(&numbers, codes) {
-            put_escapes(states, block, &self.escaped(&numbers)?, words, at);
+        if self.look_up(&numbers(block, contexts), codes) {
+            put_escapes(states, block, &take_escapes(codes)?, words, at);
         }
         let mut next = words[..*at].as_mut_ptr_range().end;
         for [first, second] in codes.as_chunks().0.iter().rev() {
@@ -135,30 +134,45 @@ impl Encoder {
                 };
                 // SAFETY: each pointer is to a code.
                 *codes = unsafe { look_up(code) };
-                codes.take_marks(&mut marks);
+                codes.add_marks(&mut marks);
             }
         }
-        _mm256_testz_si256(marks, marks) == 0
+        Codes::is_marked(marks)
     }
+}
 
-    /// For each lane, a bit for each of its symbols that is escaped.
-    #[cold]
-    fn escaped(&self, numbers: &[u16; BLOCK]) -> Result<[u8; LANES]> {
-        let mut escaped = [0; LANES];
-        for (lane, numbers) in escaped.iter_mut().zip(numbers.as_chunks::<RUN>().0) {
-            for (k, number) in numbers.iter().enumerate() {
-                match self.codes[usize::from(*number) % ALL].mark() {
-                    0 => {}
-                    Code::ESCAPED => *lane |= 1 << k,
-                    _ => {
-                        let what = "a symbol that its table lacks, no escape";
-                        return Err(Error::unsupported(what));
-                    }
-                }
-            }
+/// Removes the marks from the codes of a block. Returns, for each lane, a bit for each of its symbols
+/// that is escaped.
+///
+/// # Errors
+/// `Unsupported` if a symbol is not in its table and there is no escape.
+#[target_feature(enable = "avx2")]
+fn take_escapes(codes: &mut Steps) -> Result<[u8; LANES]> {
+    let mut escaped = [0; LANES];
+    let mut lacking = false;
+    for (vector, lanes) in escaped.as_chunks_mut::<WIDTH>().0.iter_mut().enumerate() {
+        let mut steps = [0; RUN];
+        for (escaped, step) in steps.iter_mut().zip(&mut *codes) {
+            *escaped = step[vector].take_escapes(&mut lacking);
         }
-        Ok(escaped)
+        *lanes = transposed(u64::from_le_bytes(steps)).to_le_bytes();
     }
+    match lacking {
+        false => Ok(escaped),
+        true => Err(Error::unsupported("a symbol that its table lacks, no escape")),
+    }
+}
+
+/// The transpose of a matrix of 8 by 8 bits: bit `i` of byte `k` becomes bit `k` of byte `i`. (Hacker's
+/// Delight, 7-3.)
+fn transposed(x: u64) -> u64 {
+    let swap = |x: u64, mask: u64, by: u32| {
+        let differ = (x ^ x >> by) & mask;
+        x ^ differ ^ differ << by
+    };
+    let x = swap(x, 0x00aa_00aa_00aa_00aa, 7);
+    let x = swap(x, 0x0000_cccc_0000_cccc, 14);
+    swap(x, 0x0000_0000_f0f0_f0f0, 28)
 }
 
 /// The indices of the codes of a block's symbols.
@@ -181,4 +195,16 @@ fn numbers(symbols: &[u8; BLOCK], contexts: &[u8; BLOCK]) -> [u16; BLOCK] {
         }
     }
     numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bits_are_transposed() {
+        for (i, k) in (0..8).flat_map(|i| (0..8).map(move |k| (i, k))) {
+            assert_eq!(transposed(1 << (8 * k + i)), 1 << (8 * i + k));
+        }
+    }
 }

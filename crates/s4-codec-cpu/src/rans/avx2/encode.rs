@@ -64,14 +64,9 @@ impl Code {
         })
     }
 
-    /// The code with a mark, which [`Codes::take_marks`] must remove before the code is used.
+    /// The code with a mark, which [`Codes::take_escapes`] must remove before the code is used.
     pub(super) fn marked(self, mark: u8) -> Self {
         Self { shift: self.shift | mark, ..self }
-    }
-
-    /// Its mark; 0 if it has none.
-    pub(super) fn mark(self) -> u8 {
-        self.shift & (Self::ESCAPED | Self::LACKING)
     }
 }
 
@@ -264,14 +259,37 @@ impl Codes {
         unsafe { std::mem::zeroed() }
     };
 
-    /// Removes the marks from the codes and adds them to `marks`.
+    /// Adds the marks of the codes to `marks`, which also gets other bits.
     #[inline]
     #[target_feature(enable = "avx2")]
-    pub(super) fn take_marks(&mut self, marks: &mut __m256i) {
-        let marked =
-            _mm256_set1_epi32(i32::from_be_bytes([Code::ESCAPED | Code::LACKING, 0, 0, 0]));
-        *marks = _mm256_or_si256(*marks, _mm256_and_si256(self.rest, marked));
-        self.rest = _mm256_andnot_si256(marked, self.rest);
+    pub(super) fn add_marks(&self, marks: &mut __m256i) {
+        *marks = _mm256_or_si256(*marks, self.rest);
+    }
+
+    /// Whether any of the codes that were added to `marks` is marked.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) fn is_marked(marks: __m256i) -> bool {
+        _mm256_testz_si256(marks, Self::marked()) == 0
+    }
+
+    /// Removes the marks. Returns a bit for each lane whose symbol is escaped; `lacking` is set if one
+    /// can be neither coded nor escaped.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) fn take_escapes(&mut self, lacking: &mut bool) -> u8 {
+        // `ESCAPED` is the top bit of a lane, `LACKING` the one below.
+        let of = |rest| _mm256_movemask_ps(_mm256_castsi256_ps(rest)) as u8;
+        *lacking |= of(_mm256_slli_epi32::<1>(self.rest)) != 0;
+        let escaped = of(self.rest);
+        self.rest = _mm256_andnot_si256(Self::marked(), self.rest);
+        escaped
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn marked() -> __m256i {
+        _mm256_set1_epi32(i32::from_be_bytes([Code::ESCAPED | Code::LACKING, 0, 0, 0]))
     }
 
     #[inline]
