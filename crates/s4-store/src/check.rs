@@ -8,11 +8,12 @@ use futures::StreamExt;
 use crate::error::{Conflict, Error, Result};
 use crate::id::CheckpointId;
 use crate::layout::Part;
+use crate::log::Seen;
 use crate::reading::Reading;
 use crate::rebase::CallbackError;
 use crate::repair::RepairReport;
 use crate::state::{Checkpoint, State};
-use crate::store::Store;
+use crate::store::{Inner, Store};
 use crate::view;
 
 /// How thorough a check is.
@@ -137,7 +138,9 @@ impl Store {
     /// finding; the part of it that can be proved is checked.
     ///
     /// # Errors
-    /// If the log or a listing cannot be read at all; everything else is in the report.
+    /// [`Error::Gone`] if the store, or what this process has read of its log, is not there any more;
+    /// [`Error::NoCheckpoint`] if one that was asked for is not listed; if the log or a listing cannot be
+    /// read at all. Everything else is in the report.
     pub async fn check(
         &self,
         options: &CheckOptions,
@@ -145,6 +148,9 @@ impl Store {
     ) -> Result<CheckReport> {
         let mut report = CheckReport::default();
         let state = self.checked_log(&mut report).await?;
+        if let Some(id) = options.only.iter().find(|id| state.get(**id).is_none()) {
+            return Err(Error::NoCheckpoint { what: id.to_string() });
+        }
         report.void.clone_from(&state.void);
         let sizes = self.stored_sizes(&state, &mut report).await?;
         let asked = |id| options.only.is_empty() || options.only.contains(&id);
@@ -172,6 +178,11 @@ impl Store {
     /// The state that the log alone defines, or what can be proved of it.
     async fn checked_log(&self, report: &mut CheckReport) -> Result<State> {
         let inner = &self.inner;
+        match inner.check_known().await {
+            // The newest known entry is damaged: the replay finds that, too.
+            Err(e) if e.is_log_damage() => {}
+            other => other?,
+        }
         match inner.replay().await {
             Err(e) if e.is_log_damage() => {}
             other => return other,
@@ -288,5 +299,33 @@ impl Store {
         let state: Arc<State> = self.state().await?;
         let usable = report.verdicts.iter().filter(|(_, verdict)| *verdict == Verdict::Restores);
         Ok(usable.filter_map(|(id, _)| state.get(*id).cloned()).collect())
+    }
+}
+
+impl Inner {
+    /// Checks that this is the store that was opened, and that its log has what this process has read of
+    /// it. A replay alone takes what it finds for all there is: a folder that was emptied for a new
+    /// store, a log without its newest entries for an earlier state.
+    pub(crate) async fn check_known(&self) -> Result<()> {
+        self.same_repo().await?;
+        let (head, hash) = {
+            let known = self.known.lock().await;
+            // What could be proved of a damaged log need not end with an entry of it.
+            if !known.damage.is_empty() || known.state.head() == 0 {
+                return Ok(());
+            }
+            (known.state.head(), known.state.head_hash)
+        };
+        match self.read_slot(head).await.map_err(|e| self.unreadable(head, e))? {
+            Seen::Entry(_, found) if found == hash => Ok(()),
+            Seen::Entry(..) => Err(Error::Gone {
+                place: self.name.clone(),
+                what: format!(
+                    "log entry {head} is not the one that was read before: it was repaired or \
+                     overwritten; open the store again"
+                ),
+            }),
+            Seen::Empty => Err(self.gone(head)),
+        }
     }
 }

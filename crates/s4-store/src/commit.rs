@@ -156,7 +156,7 @@ impl Inner {
         }
     }
 
-    fn gone(&self, head: u64) -> Error {
+    pub(crate) fn gone(&self, head: u64) -> Error {
         let what = format!("log entry {head} has disappeared");
         Error::Gone { place: self.name.clone(), what }
     }

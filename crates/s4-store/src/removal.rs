@@ -143,16 +143,18 @@ impl Inner {
         Ok(())
     }
 
-    /// The time now, by the clock that dates the objects. `seen` is the newest date of an object.
+    /// The time now, by the clock that dates the objects. `seen` is the newest date of an object. A date
+    /// in the future, of a time when a clock was ahead, must not make anything else look old.
     pub(crate) async fn clock(&self, dry_run: bool, seen: DateTime<Utc>) -> Result<DateTime<Utc>> {
         // For a disk of this machine, that is this machine's clock.
         if dry_run || self.folder.as_ref().map(Folder::trust) == Some(Trust::Full) {
-            return Ok(Utc::now().max(seen));
+            return Ok(Utc::now());
         }
         match self.store_time().await {
             Err(e) if is_full(&e) => {
                 tracing::warn!(error = %e, "cannot get the time: using that of the newest object");
-                Ok(seen)
+                // Nothing goes that is too young by this machine's clock, either.
+                Ok(seen.min(Utc::now()))
             }
             other => other,
         }

@@ -505,16 +505,22 @@ impl Inner {
 
     /// Checks that `repo.json` is there and still has the same id and mode.
     pub(crate) async fn check_repo(&self) -> Result<()> {
+        if self.same_repo().await?.mode == self.repo.mode {
+            return Ok(());
+        }
+        Err(Error::Refused(format!(
+            "{}: the number of writers allowed was changed: open the store again",
+            self.name
+        )))
+    }
+
+    /// Checks that `repo.json` is there and still has the same id.
+    pub(crate) async fn same_repo(&self) -> Result<Repo> {
         let gone = |what: &str| Error::Gone { place: self.name.clone(), what: what.to_owned() };
         match read_repo(&self.io, &self.layout).await {
             Ok(repo) if repo.id != self.repo.id => Err(gone("it now holds another store")),
-            Ok(repo) if repo.mode != self.repo.mode => Err(Error::Refused(format!(
-                "{}: the number of writers allowed was changed: open the store again",
-                self.name
-            ))),
-            Ok(_) => Ok(()),
             Err(e) if e.is_missing() => Err(gone("its `repo.json` is gone")),
-            Err(e) => Err(e),
+            other => other,
         }
     }
 

@@ -162,6 +162,8 @@ impl Store {
         if !options.dry_run {
             inner.ensure_writer().await?;
         }
+        // Where the store is gone there is nothing to delete, which must not look like success.
+        inner.check_known().await?;
         let mut report = SweepReport::default();
         let facts = inner.facts(options, &mut report).await?;
         let (mut dead, mut orphans) = (Vec::new(), Vec::new());

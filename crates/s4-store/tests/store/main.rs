@@ -19,6 +19,8 @@ mod simulation;
 mod single;
 mod swept;
 mod unretire;
+#[cfg(unix)]
+mod vanished;
 mod writers;
 
 use std::sync::{Arc, Mutex};
