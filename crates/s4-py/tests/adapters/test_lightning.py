@@ -221,6 +221,19 @@ def test_links_and_marks_that_are_written_again(tmp_path: Path) -> None:
     assert copy.load_checkpoint(tmp_path / "a.ckpt")["global_step"] == 2
 
 
+def test_what_was_saved_on_a_gpu_is_loaded_to_the_cpu(tmp_path: Path) -> None:
+    # What `save` writes for a tensor on a GPU; this machine need not have one.
+    path, w = tmp_path / "gpu.ckpt", torch.arange(4.0)
+    writer = s4weights._core.Writer(str(path), None, None, "balanced", None, {})
+    writer.write([("w", "float32", (4,), w.data_ptr(), 16)], b"", None)
+    writer.finish('{"root":{"dict":[["w",{"tensor":0,"device":"cuda:0"}]]}}', {}, {})
+    # As Lightning calls it.
+    found = FileCheckpointIO().load_checkpoint(path)["w"]
+    assert found.device.type == "cpu" and torch.equal(found, w)
+    asked = FileCheckpointIO().load_checkpoint(path, map_location="meta")["w"]
+    assert asked.device.type == "meta"
+
+
 def test_load_from_checkpoint(tmp_path: Path, uninterrupted: dict[str, Any]) -> None:
     for io in (FileCheckpointIO(), StoreCheckpointIO(tmp_path / "store")):
         trainer = trainer_of(io, tmp_path / type(io).__name__, epochs=1)

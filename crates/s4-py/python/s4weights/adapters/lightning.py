@@ -75,10 +75,15 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: Any = None,
+        map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads the checkpoint at a path, which may also be one that `torch.save` wrote."""
+        """Loads the checkpoint at a path, which may also be one that `torch.save` wrote.
+
+        Lightning passes no ``map_location``, and moves the values itself: they are loaded to the
+        CPU, as by its own plugin. On the devices that they were saved on, the ranks of one machine
+        would share a device, and a machine without that device could not load them.
+        """
         self._settle()
         found: dict[str, Any] = _load(os.fspath(path), self.store, map_location, weights_only)
         return found
