@@ -148,8 +148,9 @@ impl Asker {
         let outcome = Python::try_attach(|py| {
             log::flush(py)?;
             match (&self.callback, progress) {
-                (Some(callback), Some(p)) => callback.call1(py, (p.done,)).map(drop),
-                _ => Ok(()),
+                // 0 tells of no progress, but lets the function stop work that waits for a server.
+                (Some(callback), p) => callback.call1(py, (p.map_or(0, |p| p.done),)).map(drop),
+                (None, _) => Ok(()),
             }
         });
         if let Some(Err(raised)) = outcome {

@@ -16,6 +16,7 @@ import torch
 from test_logging import saved_after_damage
 
 import s4weights
+import s4weights.numpy
 from s4weights import CheckpointStore
 from silent_s3 import SilentS3
 
@@ -219,3 +220,166 @@ def test_an_error_of_a_logging_handler_is_printed(tmp_path: Path) -> None:
     finally:
         sys.unraisablehook = hook
     assert printed and all(isinstance(e, ValueError) for e in printed)
+
+
+STAGES = ("auto", "device", "host", "lazy", "in place")
+
+
+@pytest.fixture(params=["the thread runs", "the thread has ended", "no thread"])
+def start_raises(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while a save waits for its thread, or just before that begins."""
+    start = threading.Thread.start
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        if not thread.name.startswith("s4weights-save"):
+            return start(thread)
+        if request.param != "no thread":
+            start(thread)
+        if request.param == "the thread has ended":
+            thread.join()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+
+
+def background(stage: str) -> dict[str, Any]:
+    """``in place``: the call waits until the tensors have been read."""
+    if stage == "in place":
+        return {"blocking": False, "stage": "host", "staging_memory": 0}
+    return {"blocking": False, "stage": stage}
+
+
+def values(number: float) -> dict[str, torch.Tensor]:
+    return {str(n): torch.full((400,), number) for n in range(300)}
+
+
+def numbers(state: dict[str, torch.Tensor]) -> set[float]:
+    return {float(tensor.unique()) for tensor in state.values()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_whose_background_save_is_interrupted(
+    tmp_path: Path, stage: str, start_raises: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    s4weights.save(values(0), path)
+    changed = values(1)
+    with pytest.raises(KeyboardInterrupt):
+        s4weights.save(changed, path, **background(stage))
+    # The program goes on: changes its tensors, and uses the memory of the copies.
+    for tensor in changed.values():
+        tensor.fill_(-1)
+    others = [values(2) for _ in range(3)]
+    save_threads_end()
+    assert numbers(s4weights.load(path)) < {0.0, 1.0} and len(others) == 3
+    # Later saves neither wait for it, nor are replaced by it.
+    monkeypatch.undo()
+    s4weights.save(values(3), path)
+    s4weights.save(values(4), path, blocking=False).wait(30)
+    assert numbers(s4weights.load(path)) == {4.0}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_whose_background_save_is_interrupted(
+    tmp_path: Path, stage: str, start_raises: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = background(stage)
+    with CheckpointStore(tmp_path, staging_memory=how.pop("staging_memory", None)) as store:
+        store.save_checkpoint(values(0), 0)
+        changed = values(1)
+        with pytest.raises(KeyboardInterrupt):
+            store.save_checkpoint(changed, 1, **how)
+        for tensor in changed.values():
+            tensor.fill_(-1)
+        others = [values(2) for _ in range(3)]
+        listed = [entry.step for entry in store.list()]
+        save_threads_end()
+        # It had ended when the call raised.
+        assert [entry.step for entry in store.list()] == listed and len(others) == 3
+        assert all(numbers(store.load_checkpoint(step)) == {float(step)} for step in listed)
+        monkeypatch.undo()
+        store.save_checkpoint(values(3), 3, blocking=False).wait(30)
+        assert numbers(store.load_checkpoint()) == {3.0}
+
+
+def save_threads_end() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("s4weights-save"):
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+class Raising:
+    """Raises in the Python code of given files, as a signal handler would: where a function begins,
+    and after it called one that is written in C.
+    """
+
+    def __init__(self, *files: str) -> None:
+        self._files = files
+        self._at = self._n = 0
+
+    def rounds(self, work: Callable[[], object]) -> Iterator[int]:
+        """Runs ``work`` with an exception at the first place, then at the second, and so on."""
+        for at in range(1, 10_000):
+            self._at, self._n = at, 0
+            sys.setprofile(self._profile)
+            try:
+                work()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            if self._n < at:
+                return
+            yield at
+
+    def _profile(self, frame: Any, event: str, argument: object) -> None:
+        if event in ("call", "c_return") and Path(frame.f_code.co_filename).name in self._files:
+            self._n += 1
+            if self._n == self._at:
+                raise KeyboardInterrupt
+
+
+def in_another_thread(work: Callable[[], object]) -> bool:
+    """Whether the work ends."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    return not thread.is_alive()
+
+
+def test_an_interrupted_save_leaves_the_store_unlocked(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        # What `save_checkpoint` calls while it holds the lock.
+        store._save = lambda *arguments: None  # type: ignore[assignment, method-assign]
+        rounds = Raising("_turn.py", "_store.py").rounds(lambda: store.save_checkpoint({}, 1))
+        for _ in rounds:
+            assert in_another_thread(lambda: store.save_checkpoint({}, 1))
+            assert not store._saving_here
+
+
+def test_an_interrupted_save_of_a_file_holds_up_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for _ in Raising("_save.py").rounds(lambda: s4weights.save({"a": 1}, path)):
+        assert in_another_thread(lambda: s4weights.save({"a": 2}, path))
+        assert s4weights.load(path) == {"a": 2}
+        s4weights.save({"a": 3}, path)
+    for _ in Raising("numpy.py").rounds(lambda: s4weights.numpy.save({"a": 1}, path)):
+        assert in_another_thread(lambda: s4weights.numpy.save({"a": 2}, path))
+
+
+def test_a_background_save_that_is_given_up_ends_soon(server: SilentS3) -> None:
+    """While the call waits until the tensors are read, and the server takes nothing more."""
+    with open_store(server, staging_memory=0) as store:
+        store.save_checkpoint({}, 1)
+        server.fell_silent.clear()
+        server.silent = lambda method, key: method == "PUT" and "/d-" in key
+        big = {str(n): torch.rand(1 << 20) for n in range(24)}
+        assert interrupted(server, lambda: save_in_background(store, big)) < 2
+        server.silent = lambda method, key: False
+        assert [entry.step for entry in store.list()] == [1]
+
+
+def save_in_background(store: CheckpointStore, state: dict[str, Any]) -> None:
+    store.save_checkpoint(state, 2, blocking=False, stage="host")
+    raise AssertionError("the server was fast enough")

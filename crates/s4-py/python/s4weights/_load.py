@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import _core, _pickled
-from ._collection import NoCollection
+from ._collection import without_collection
 from ._device import Compute
 from ._errors import UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
@@ -146,8 +146,7 @@ def read(
             pickle_module = choose_unpickler(pickle_module, weights_only, pickle_load_args)
             pickle_load_args.setdefault("encoding", "utf-8")
             start = time.perf_counter()
-            with NoCollection():
-                infos = source.tensors()
+            infos = without_collection(source.tensors)
             tree, wanted = source.tree(), None
             if keys is not None:
                 if source.form() != "tree" or tree is None:
@@ -270,8 +269,10 @@ def build(
     decoder = TreeDecoder(storages)
     try:
         storages.defer()
-        with NoCollection():
-            obj = decoder.decode(tree) if form == "tree" and tree is not None else decoder.tensors()
+        is_tree = form == "tree" and tree is not None
+        obj = without_collection(
+            lambda: decoder.decode(tree or "") if is_tree else decoder.tensors()
+        )
         storages.fill()
     finally:
         storages.close()

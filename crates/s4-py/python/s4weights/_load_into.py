@@ -9,7 +9,7 @@ from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._collection import NoCollection
+from ._collection import without_collection
 from ._device import HOST, Compute, Places
 from ._errors import MismatchError
 from ._load import Layouts, layouts_of
@@ -90,11 +90,9 @@ def load_into(
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads))
-    with NoCollection():
-        targets = tensors_by_path(state_dict)
-        layouts = layouts_of(source, weights_only)
-        saved = tensors_by_path(layouts.obj)
-        pairs = _pair(state_dict, targets, saved, layouts, strict)
+    targets, saved, pairs = without_collection(
+        lambda: _match(state_dict, source, strict, weights_only)
+    )
     tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
     try:
         _fill(source, compute, pairs, tracker)
@@ -119,9 +117,17 @@ def match(
     Raises:
         MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled.
     """
+    return _match(state_dict, source, strict, weights_only)[2]
+
+
+def _match(
+    state_dict: Any, source: _core.Reader, strict: bool, weights_only: bool | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[Pair]]:
+    """The tensors to be filled and those of the file, by path, and the pairs of both."""
+    targets = tensors_by_path(state_dict)
     layouts = layouts_of(source, weights_only)
     saved = tensors_by_path(layouts.obj)
-    return _pair(state_dict, tensors_by_path(state_dict), saved, layouts, strict)
+    return targets, saved, _pair(state_dict, targets, saved, layouts, strict)
 
 
 def _in_order(state_dict: Any, f: Any) -> tuple[Any, FileLike]:

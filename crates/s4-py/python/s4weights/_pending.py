@@ -93,6 +93,9 @@ class Pending(Generic[T]):
         self._number = next(_numbers)
         self._values: StagedValues | None = None
         self._thread: threading.Thread | None = None
+        # Held for good by the thread that ends the save: its own, or that of a caller which gives it
+        # up before its own has begun. Nobody else frees the values.
+        self._owner = threading.RLock()
         self._given_up = False
         self._abandoned = False
 
@@ -165,28 +168,32 @@ class Pending(Generic[T]):
             self._stage()
 
     def _start(self, save: Callable[[], T]) -> None:
-        """Runs the save on a thread of its own, which the interpreter waits for at exit."""
+        """Runs the save on a thread of its own, which the interpreter waits for at exit.
+
+        If this raises, or the call that it is part of raises after it, that call must use `_give_up`:
+        an exception of a signal handler does not tell whether the thread has begun.
+        """
         self._thread = threading.Thread(target=self._run, args=(save,), name="s4weights-save")
         _live.add(self)
-        try:
-            self._thread.start()
-        except BaseException:
-            _live.discard(self)
-            self._end_values()
-            raise
+        self._thread.start()
 
     def _runs_here(self) -> bool:
         """Whether this is a thread of the save, which must not wait for it."""
         return self._thread is threading.current_thread()
 
     def _run(self, save: Callable[[], T]) -> None:
+        if not self._owner.acquire(blocking=False):
+            return  # It was given up already.
         try:
+            self._check()
             if self._values is not None:
                 self._values.settle()
             result = save()
         except BaseException as error:
             _clear_frames(error)
-            logger.error("%s failed: %s", self._what, error)
+            # Whoever gave it up has an exception of their own.
+            level = logging.INFO if self._given_up else logging.ERROR
+            logger.log(level, "%s failed: %s", self._what, error)
             self._end_values()
             self.committed.set_exception(error)
         else:
@@ -232,22 +239,24 @@ class Pending(Generic[T]):
             self.staged.set_result(None)
 
     def _give_up(self) -> None:
-        """Tells the save to end early, and waits until it has."""
+        """Ends a save whose call raises, so that its caller does not get this object. Returns once
+        nothing reads the caller's tensors, and waits for the end of the save, which comes soon.
+        """
         self._given_up = True
+        if self._owner.acquire(blocking=False) and not self.committed.done():
+            # Its thread has not begun; if it does, it does nothing.
+            self._end_values()
+            self.committed.set_exception(self._error_of_giving_up())
+        while not self.staged.done():
+            # However often someone presses Ctrl-C: the caller might free what is being read.
+            with contextlib.suppress(BaseException):
+                self.staged.exception()
         self.committed.exception()
 
     def _wait_returnable(self) -> None:
-        """Waits for what must be done before the call returns. If the wait is interrupted, the
-        caller continues with tensors that are still being read, so the save is given up.
-        """
-        values = self._values
-        if values is None or not values.waits:
-            return
-        try:
+        """Waits for what must be done before the call returns."""
+        if self._values is not None and self._values.waits:
             self.staged.result()
-        except BaseException:
-            self._give_up()
-            raise
 
     def _give_way(self) -> None:
         """Called by the save before its native work: lowers its priority, unless the caller still
@@ -259,7 +268,10 @@ class Pending(Generic[T]):
     def _check(self) -> None:
         """Called by the save: raises `S4Error` if the save was given up."""
         if self._given_up:
-            raise S4Error("the save was given up: its tensors were not copied yet")
+            raise self._error_of_giving_up()
+
+    def _error_of_giving_up(self) -> S4Error:
+        return S4Error(f"{self._what} was given up: the call that began it was interrupted")
 
     def _abandon(self) -> None:
         """Called in the child after a fork, where futures may be locked by threads that no longer

@@ -20,6 +20,8 @@ class Progress:
     def __init__(self, argument: ProgressArgument, total: int, what: str) -> None:
         self._total = total
         self._base = 0
+        #: Whether the function knows that all work is done.
+        self._is_told = False
         self._bar: Any = None
         self._report: Callable[[int, int], object] | None = None
         if argument is None or argument is False:
@@ -38,16 +40,28 @@ class Progress:
 
     def _native(self, done: int) -> None:
         if self._report is not None and done:
-            self._report(min(self._base + done, self._total), self._total)
+            now = min(self._base + done, self._total)
+            self._report(now, self._total)
+            self._is_told = now == self._total
 
     def advance(self, nbytes: int) -> None:
         """Called when native work has ended: the next work's reports are added to ``nbytes``."""
         self._base += nbytes
 
     def finish(self) -> None:
-        """Reports that all work is done."""
+        """Reports that all work is done. To be called while what the function raises can still
+        stop the work.
+        """
         if self._report is not None:
             self._report(self._total, self._total)
+
+    def finish_late(self) -> None:
+        """As `finish`, after the work took effect: an error of the function is logged."""
+        try:
+            if not self._is_told:
+                self.finish()
+        except Exception:
+            logger.exception("the progress function failed after the save was done")
 
     def close(self) -> None:
         """Removes the bar, whether the work succeeded or not."""

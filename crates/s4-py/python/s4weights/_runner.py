@@ -11,7 +11,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,11 @@ class Submission(Pending[None]):
     def __init__(self, step: int, client: RunnerClient) -> None:
         super().__init__(f"{client.address}: the save of step {step}")
         self.file: PendingFile | None = None
+
+    def _give_up(self) -> None:
+        if self.file is not None:
+            self.file._give_up()
+        super()._give_up()
 
     def _runs_here(self) -> bool:
         return super()._runs_here() or (self.file is not None and self.file._runs_here())
@@ -136,6 +141,7 @@ class RunnerClient:
 
     def save(
         self,
+        begin: Callable[[Pending[Any]], None],
         obj: object,
         step: int,
         metrics: Mapping[str, float] | None,
@@ -145,7 +151,7 @@ class RunnerClient:
         arguments: Mapping[str, Any],
     ) -> RunnerSave:
         """Writes a checkpoint to the runner's incoming folder, and submits it. Of ``arguments``,
-        those of `save` are used.
+        those of `save` are used. ``begin`` is told what runs in the background.
         """
         if base:
             raise ValueError("base: the runner decides what is a delta")
@@ -177,6 +183,9 @@ class RunnerClient:
             submission._stage()
             submission.committed.set_result(None)
             return handle
+        # It reads no tensors itself.
+        submission._stage()
+        begin(submission)
         file = submission.file = save(obj, path, blocking=False, **how)
 
         def write_and_submit() -> None:

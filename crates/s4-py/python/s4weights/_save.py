@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, overload
 
 from . import _core, _live, _pickled
@@ -172,65 +173,78 @@ def save(
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     start = time.perf_counter()
     recorder = Recorder("save", f)
-    with InTurn(f) as turn:
-        storages, (tree, roles, blobs) = describe(obj, pickle_module, pickle_protocol)
-        described = (tree, blobs, dict(metadata or {}))
-        nbytes = recorder.raw_bytes = storages.nbytes()
-        tracker = Progress(progress, nbytes, "save")
+    turn = InTurn(f)
+    try:
+        with turn.lock:
+            turn.begin()
+            storages, (tree, roles, blobs) = describe(obj, pickle_module, pickle_protocol)
+            described = (tree, blobs, dict(metadata or {}))
+            nbytes = recorder.raw_bytes = storages.nbytes()
+            tracker = Progress(progress, nbytes, "save")
 
-        def write(writer: _core.Writer, values: Callable[[], None]) -> dict[str, Any]:
-            turn.runs_here()
-            with recorder.watch():
-                try:
+            def write(writer: _core.Writer, values: Callable[[], None]) -> dict[str, Any]:
+                with recorder.watch():
                     try:
-                        with recorder.stage("encode"):
-                            values()
-                        turn.wait()
-                        with recorder.stage("publish"):
-                            report: dict[str, Any] = json.loads(writer.finish(*described))
-                    except BaseException:
-                        writer.abort()
-                        raise
-                    tracker.finish()
-                finally:
+                        try:
+                            with recorder.stage("encode"):
+                                values()
+                            turn.wait()
+                            if turn.pending is not None:
+                                turn.pending._check()
+                            # Before the file appears: what this raises cancels the save.
+                            tracker.finish()
+                            with recorder.stage("publish"):
+                                report: dict[str, Any] = json.loads(writer.finish(*described))
+                        except BaseException:
+                            writer.abort()
+                            raise
+                    finally:
+                        tracker.close()
+                    recorder.stored_bytes, recorder.chain = report["bytes_out"], 1
+                seconds = time.perf_counter() - start
+                logger.debug("saved %d bytes of tensors in %.3f s: %s", nbytes, seconds, report)
+                return report
+
+            def open_writer() -> _core.Writer:
+                try:
+                    return new_writer(f, preset, threads, storage_options, roles)
+                except BaseException as error:
                     tracker.close()
-                recorder.stored_bytes, recorder.chain = report["bytes_out"], 1
-            seconds = time.perf_counter() - start
-            logger.debug("saved %d bytes of tensors in %.3f s: %s", nbytes, seconds, report)
-            return report
+                    recorder.finish(error)
+                    raise
 
-        def open_writer() -> _core.Writer:
+            writer = open_writer()
+            if blocking:
+                return write(writer, lambda: storages.write(writer, tracker, compute))
+            pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
             try:
-                return new_writer(f, preset, threads, storage_options, roles)
-            except BaseException as error:
+                engine = storages.engine(compute)
+                with recorder.begin("stage"):
+                    values = stage_values(storages, engine, stage, HostBuffer(threads), budget)
+            except BaseException:
+                writer.abort()
                 tracker.close()
-                recorder.finish(error)
                 raise
+            pending._take(values)
 
-        writer = open_writer()
-        if blocking:
-            return write(writer, lambda: storages.write(writer, tracker, compute))
-        pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
-        try:
-            engine = storages.engine(compute)
-            with recorder.begin("stage"):
-                values = stage_values(storages, engine, stage, HostBuffer(threads), budget)
-        except BaseException:
-            writer.abort()
-            tracker.close()
-            raise
-        pending._take(values)
+            def write_values() -> None:
+                turn.begin_in_background()
+                pending._give_way()
+                ahead = sys.maxsize if values.upload_memory is None else values.upload_memory
+                write_sources(writer, engine, values.sources, tracker, pending._check, ahead)
+                pending._finish_values()
 
-        def write_values() -> None:
-            pending._give_way()
-            ahead = sys.maxsize if values.upload_memory is None else values.upload_memory
-            write_sources(writer, engine, values.sources, tracker, pending._check, ahead)
-            pending._finish_values()
-
-        turn.end_with(pending)
-        pending._start(lambda: write(writer, write_values))
-    pending._wait_returnable()
-    return pending
+            turn.go_on(pending)
+            pending._start(lambda: write(writer, write_values))
+        pending._wait_returnable()
+        return pending
+    except BaseException:
+        if turn.pending is not None:
+            turn.pending._give_up()
+        raise
+    finally:
+        if turn.pending is None:
+            turn.end()
 
 
 # After `torch.save = s4weights.save`, this must not call itself.
@@ -240,56 +254,66 @@ setattr(save, OURS, True)
 class InTurn:
     """The order of this process's saves to one path or URL: a file must not replace that of a save
     that began later, however long each of them takes.
+
+    An exception of a signal handler may keep any of these methods from being called. The order
+    then depends on the lock, which cannot stay locked, and on the outcome of the background save.
     """
 
     def __init__(self, f: object) -> None:
         self._place = _place_of(f)
         self._earlier: list[InTurn] = []
-        self._ended = threading.Event()
-        #: The thread that the save runs on, once there is one.
-        self._thread: int | None = threading.get_ident()
-        self._continues = False
+        #: To be held by the call, with ``with``.
+        self.lock = threading.RLock()
+        #: The save, if it ends in the background.
+        self.pending: PendingFile | None = None
+        #: The thread that it runs on then.
+        self._thread: int | None = None
 
-    def __enter__(self) -> InTurn:
-        if self._place is not None:
-            with _lock:
-                # A save that begins within another one, in its progress function or in a signal
-                # handler, must not wait: that one cannot go on meanwhile.
-                within = any(
-                    save._thread == self._thread for saves in _running.values() for save in saves
-                )
-                running = _running.setdefault(self._place, [])
-                self._earlier = [] if within else [*running]
-                running.append(self)
-        return self
+    def begin(self) -> None:
+        """Called with the lock held, before the object is looked at."""
+        if self._place is None:
+            return
+        with _lock:
+            running = _running.setdefault(self._place, [])
+            # A save that begins within another one, in its progress function or in a signal
+            # handler, must not wait: that one cannot go on meanwhile.
+            within = any(save._runs_here() for saves in _running.values() for save in saves)
+            self._earlier = [] if within else [*running]
+            running.append(self)
 
-    def __exit__(self, kind: object, *rest: object) -> None:
-        if kind is not None or not self._continues:
-            self._end()
-
-    def end_with(self, pending: PendingFile) -> None:
+    def go_on(self, pending: PendingFile) -> None:
         """Says that the save ends in the background."""
-        self._continues, self._thread = True, None
-        pending.committed.add_done_callback(lambda _: self._end())
+        self.pending = pending
+        pending.committed.add_done_callback(lambda _: self.end())
 
-    def runs_here(self) -> None:
-        """Says that the save runs on this thread."""
+    def begin_in_background(self) -> None:
+        """Called on the thread of a background save."""
         self._thread = threading.get_ident()
+
+    def _runs_here(self) -> bool:
+        mine: bool = self.lock._is_owned()  # type: ignore[attr-defined]
+        return mine or self._thread == threading.get_ident()
 
     def wait(self) -> None:
         """Waits until the saves that began earlier have ended."""
         for save in self._earlier:
-            save._ended.wait()
+            if save.pending is None:
+                with save.lock:
+                    pass
+            if save.pending is not None:
+                # Unlike that of a `SaveFuture`, this does not count as having seen the error.
+                Future.exception(save.pending.committed)
+            save.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Called when the save has ended."""
+        self._earlier.clear()
         with _lock:
             running = _running.get(self._place, [])
             if self in running:
                 running.remove(self)
             if not running:
                 _running.pop(self._place, None)
-        self._earlier.clear()
-        self._ended.set()
 
 
 #: The saves that are running, by what they write to, in the order in which they began. A signal

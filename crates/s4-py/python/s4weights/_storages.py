@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._collection import NoCollection
+from ._collection import without_collection
 from ._device import HOST, Compute, Places, current_streams
 from ._errors import CorruptDataError, LimitError, S4Error
 from ._progress import Progress
@@ -70,13 +70,11 @@ class StorageWriter:
         """
         if yields_gil:
             return self.native.tree(obj, yields_gil=True)
-        with NoCollection():
-            return self.native.tree(obj)
+        return without_collection(lambda: self.native.tree(obj))
 
     def find_roles(self, obj: object) -> str | None:
         """The role table (what each tensor is to the optimizer) as JSON, if there is one."""
-        with NoCollection():
-            return self.native.roles(obj)
+        return without_collection(lambda: self.native.roles(obj))
 
     def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
         """The index of a storage. If it is new it is added, with what ``hint`` returns."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -12,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from typing import Any, Literal, overload
 
@@ -228,7 +227,7 @@ class CheckpointStore(Catalog):
         """Waits for saves, including those of other threads, and raises the error of a background
         save that failed. The store cannot be used after that; loads in other threads continue.
         """
-        with self._turn:
+        with self._turn.take():
             try:
                 if not self._closed:
                     self._settle()
@@ -338,31 +337,31 @@ class CheckpointStore(Catalog):
             raise UnsupportedFormatError("torch.serialization.skip_data: checkpoints hold data")
         step = checked_step(step)
         torch.serialization._check_dill_version(pickle_module)
-        if self.runner is not None:
-            how: dict[str, Any] = {"stage": stage, "progress": progress, "metadata": metadata}
-            how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
-            with self._saving():
-                self._settle()
-                given: Any = self.runner.save(
-                    state, step, metrics, tags, blocking, base, {**self._arguments, **how}
-                )
-                self._pending = given._submission
-            return given  # type: ignore[no-any-return]
-        with self._saving():
-            return self._save(
-                *(state, step, metrics, tags, blocking, base, stage, progress),
-                *(metadata, pickle_module, pickle_protocol),
-            )
+        begun: list[Pending[Any]] = []
 
-    @contextlib.contextmanager
-    def _saving(self) -> Iterator[None]:
-        """Runs one save, after waiting for its turn."""
+        def begin(pending: Pending[Any]) -> None:
+            # Before its thread starts: `close` and the next save wait for it in any case.
+            begun.append(pending)
+            self._pending = pending
+
         main = threading.current_thread() is threading.main_thread() and not self._turn.is_mine()
-        if main:
-            self._saving_here = True
         try:
-            with self._turn:
-                yield
+            self._saving_here |= main
+            with self._turn.take():
+                self._settle()
+                if self.runner is None:
+                    return self._save(
+                        *(begin, state, step, metrics, tags, blocking, base, stage, progress),
+                        *(metadata, pickle_module, pickle_protocol),
+                    )
+                how = {**self._arguments, "stage": stage, "progress": progress, "metadata": metadata}
+                how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
+                run: Callable[..., Any] = self.runner.save
+                return run(begin, state, step, metrics, tags, blocking, base, how)  # type: ignore[no-any-return]
+        except BaseException:
+            for pending in begun:
+                pending._give_up()
+            raise
         finally:
             if main:
                 self._saving_here = False
@@ -371,6 +370,7 @@ class CheckpointStore(Catalog):
 
     def _save(
         self,
+        begin: Callable[[Pending[Any]], None],
         state: object,
         step: int,
         metrics: Mapping[str, float] | None,
@@ -383,7 +383,6 @@ class CheckpointStore(Catalog):
         pickle_module: Any,
         pickle_protocol: int,
     ) -> CheckpointEntry | PendingSave:
-        self._settle()
         recorder = Recorder("save", self.url, step)
         texts, numbers, words = dict(metadata or {}), numbers_of(metrics), texts_of(tags)
 
@@ -427,7 +426,7 @@ class CheckpointStore(Catalog):
                     host_changes=reads_host,
                     staging_memory=memory,
                 )
-                tracker.finish()
+                tracker.finish_late()
             finally:
                 tracker.close()
             said = json.loads(done)
@@ -442,24 +441,24 @@ class CheckpointStore(Catalog):
 
         # A progress function is given the total at once, so values are then described right away.
         lazily = stage == "lazy" and (progress is None or progress is False)
-        if lazily and (pending := self._save_lazily(step, state, described, watched, recorder)):
-            return pending
+        if lazily and (it := self._save_lazily(begin, step, state, described, watched, recorder)):
+            return it
         storages, about = described(state)
         tracker = Progress(progress, recorder.raw_bytes, "save")
         engine = storages.engine(self._compute())
         self._used_devices |= engine is not None
         if not blocking:
             later = functools.partial(watched, about, engine, tracker)
-            return self._save_later(step, storages, later, engine, stage, recorder)
+            return self._save_later(begin, step, storages, later, engine, stage, recorder)
         sources = storages.sources(engine)
-        elsewhere = [number for number, _ in sources.on_host(elsewhere=True)]
-        copies = copy_elsewhere(storages, sources, elsewhere)
+        copies = copy_elsewhere(storages, sources, [n for n, _ in sources.on_host(elsewhere=True)])
         entry = watched(about, engine, tracker, sources)
         del copies
         return entry
 
     def _save_lazily(
         self,
+        begin: Callable[[Pending[Any]], None],
         step: int,
         state: object,
         described: Callable[[object, bool], tuple[StorageWriter, Described]],
@@ -494,12 +493,13 @@ class CheckpointStore(Catalog):
             finally:
                 self._spare = buffer
 
+        begin(pending)
         pending._start(run)
-        self._pending = pending
         return pending
 
     def _save_later(
         self,
+        begin: Callable[[Pending[Any]], None],
         step: int,
         storages: StorageWriter,
         save: Callable[[_core.Sources, PendingSave, StagedValues], CheckpointEntry],
@@ -521,8 +521,8 @@ class CheckpointStore(Catalog):
                 # Before anyone is told that this save has ended.
                 self._spare = buffer
 
+        begin(pending)
         pending._start(run)
-        self._pending = pending
         pending._wait_returnable()
         return pending
 

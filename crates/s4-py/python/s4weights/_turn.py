@@ -13,39 +13,34 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        self._lock = threading.RLock()
 
     def is_mine(self) -> bool:
         """Whether this thread holds the lock."""
-        return self._owner == threading.get_ident()
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
-    def __enter__(self) -> None:
+    def take(self) -> contextlib.AbstractContextManager[bool]:
+        """The lock, for a ``with`` statement.
+
+        Not a context manager of ours: a signal handler may raise wherever Python code runs, also
+        after `__enter__` has taken the lock and before the ``with`` statement knows. Between the
+        end of a C function and the ``with`` statement, no signal handler runs.
+        """
         if self.is_mine():
             raise RuntimeError(
                 "this thread is saving to the same store: a progress function or a signal handler "
                 "can neither save to it nor close it"
             )
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def __exit__(self, *exception: object) -> None:
-        self._owner = None
-        self._lock.release()
+        return self._lock
 
     @contextlib.contextmanager
     def wait(self, seconds: float) -> Iterator[bool]:
         """Holds the lock if it can be acquired within ``seconds``, or if this thread holds it
         already. Yields whether it is held.
         """
-        if self.is_mine():
-            yield True
-            return
-        if not self._lock.acquire(timeout=seconds):
-            yield False
-            return
-        self._owner = threading.get_ident()
+        held = self._lock.acquire(timeout=seconds)
         try:
-            yield True
+            yield held
         finally:
-            self.__exit__()
+            if held:
+                self._lock.release()

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import _core
-from ._collection import NoCollection
+from ._collection import without_collection
 from ._device import is_array
 from ._errors import CorruptDataError, LimitError, UnsupportedFormatError
 from ._names import join, unique
@@ -78,17 +78,22 @@ def save(
             "twice, keys that are not plain, or more than a million values"
         )
     total = sum(source[4] for source in arrays.sources)
-    with contextlib.closing(Progress(progress, total, "save")) as tracker, InTurn(f) as turn:
-        writer = new_writer(f, preset, threads, storage_options, None)
+    turn = InTurn(f)
+    with contextlib.closing(Progress(progress, total, "save")) as tracker, turn.lock:
         try:
-            writer.write(arrays.sources, b"", tracker.native())
-            tracker.advance(total)
-            turn.wait()
-            report: dict[str, Any] = json.loads(writer.finish(tree, {}, dict(metadata or {})))
-        except BaseException:
-            writer.abort()
-            raise
-        tracker.finish()
+            turn.begin()
+            writer = new_writer(f, preset, threads, storage_options, None)
+            try:
+                writer.write(arrays.sources, b"", tracker.native())
+                tracker.advance(total)
+                tracker.finish()
+                turn.wait()
+                report: dict[str, Any] = json.loads(writer.finish(tree, {}, dict(metadata or {})))
+            except BaseException:
+                writer.abort()
+                raise
+        finally:
+            turn.end()
     return report
 
 
@@ -123,9 +128,10 @@ def load(
     total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
     storages = _Storages(infos)
     with contextlib.closing(Progress(progress, total, "load")) as tracker:
-        with NoCollection():
-            decoder = _Decoder(storages)
-            obj = decoder.tensors() if tree is None else decoder.decode(tree)
+        decoder = _Decoder(storages)
+        obj = without_collection(
+            lambda: decoder.tensors() if tree is None else decoder.decode(tree)
+        )
         reader.read_into(storages.requests(), tracker.native(), True)
         tracker.advance(total)
         tracker.finish()
