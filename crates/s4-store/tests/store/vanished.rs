@@ -28,8 +28,10 @@ fn set_date(path: &Path, to: SystemTime) {
 
 #[tokio::test]
 async fn a_store_that_is_gone_is_neither_clean_nor_swept() {
-    let remove = |n: u64| move |folder: &Path| std::fs::remove_file(entry(folder, n)).unwrap();
-    let all = |folder: &Path| (1..=3).for_each(|n| remove(n)(folder));
+    fn remove(folder: &Path, n: u64) {
+        std::fs::remove_file(entry(folder, n)).unwrap();
+    }
+    let all = |folder: &Path| (1..=3).for_each(|n| remove(folder, n));
     let empty = |folder: &Path| {
         std::fs::remove_dir_all(folder).unwrap();
         std::fs::create_dir(folder).unwrap();
@@ -39,7 +41,7 @@ async fn a_store_that_is_gone_is_neither_clean_nor_swept() {
     let losses: [(&str, Loss); 5] = [
         ("folder", Box::new(|folder| std::fs::remove_dir_all(folder).unwrap())),
         ("file system", Box::new(empty)),
-        ("newest entry", Box::new(remove(3))),
+        ("newest entry", Box::new(|folder| remove(folder, 3))),
         ("log", Box::new(all)),
         ("other entry", Box::new(overwrite)),
     ];
