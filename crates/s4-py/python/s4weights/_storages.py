@@ -410,7 +410,7 @@ class StorageReader:
             self._waiting = [w for w in self._waiting if w[0] in self._together]
             self._batch += len(self._waiting)
             # The current streams are those of this thread.
-            self._background.read(self._reader, self._compute, self._requests(now))
+            self._background.read(self._reader, self._compute, self._requests(now), now)
 
     def numbers(self) -> dict[int, int]:
         """The indices of the storages that were handed out, by identity."""
@@ -452,11 +452,23 @@ class _Background(Progress):
         self._closed = False
 
     def read(
-        self, reader: _core.Reader, compute: Compute, batch: list[_core.PlacedRequest]
+        self,
+        reader: _core.Reader,
+        compute: Compute,
+        batch: list[_core.PlacedRequest],
+        storages: object,
     ) -> None:
-        """Reads a batch after those before it."""
-        work = functools.partial(read_batch, reader, compute, batch, self, new=True)
-        self._started.append(self._thread.submit(work))
+        """Reads a batch after those before it. Its storages live until then, even if an exception
+        keeps everyone from waiting.
+        """
+
+        def work(_storages: object) -> None:
+            read_batch(reader, compute, batch, self, new=True)
+
+        try:
+            self._started.append(self._thread.submit(work, storages))
+        except RuntimeError:  # At exit no thread can be started any more.
+            work(storages)
 
     def wait(self) -> None:
         """Waits for all batches. Raises the first error."""
