@@ -219,6 +219,10 @@ impl Settings {
 
     fn push(&mut self, name: &str, key: AmazonS3ConfigKey, value: String) -> Result<()> {
         use AmazonS3ConfigKey as K;
+        // Most of them become headers, where `object_store` panics at a line break.
+        if value.contains(char::is_control) {
+            return Err(option::bad(name, "text without line breaks and other control characters"));
+        }
         let value = match key {
             K::VirtualHostedStyleRequest
             | K::S3Express
@@ -398,6 +402,20 @@ mod tests {
         assert_eq!(id(&built(&[], &[("HOME", home), ("AWS_PROFILE", "other")])), "OTHER");
         let url = Url::parse("s3://bucket").unwrap();
         assert!(settings(&url, &map(&[("profile", "none")]), &map(&env)).is_err());
+    }
+
+    #[test]
+    fn line_breaks_are_refused_by_name() {
+        let url = Url::parse("s3://bucket").unwrap();
+        let none = map(&[("HOME", "/nowhere")]);
+        for name in ["key", "secret", "token", "region", "sse_kms_key_id"] {
+            let options = map(&[("key", "K"), ("secret", "S"), (name, "hidden\n")]);
+            let error = settings(&url, &options, &none).err().unwrap().to_string();
+            assert!(error.contains(&format!("`{name}`")) && !error.contains("hidden"), "{error}");
+        }
+        let inherited = map(&[("HOME", "/nowhere"), ("AWS_SECRET_ACCESS_KEY", "hidden\n")]);
+        let error = settings(&url, &map(&[]), &inherited).err().unwrap().to_string();
+        assert!(error.contains("`AWS_SECRET_ACCESS_KEY`"), "{error}");
     }
 
     #[test]
