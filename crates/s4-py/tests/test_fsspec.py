@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import io
 import json
@@ -122,10 +123,9 @@ def test_an_error_stores_nothing_and_damage_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(bad)
     with pytest.raises(s4weights.CorruptDataError), fs.open(f"s4w://{tmp_path}/bad", "rb") as file:
         file.read()
-    # A .s4w file that another program wrote is not a file of this protocol.
+    # A .s4w file that another program wrote is read as it is.
     s4weights.save({"w": values(1, 5000)}, tmp_path / "other")
-    with pytest.raises(s4weights.CorruptDataError, match="s4w://"):
-        fs.open(f"s4w://{tmp_path}/other", "rb")
+    assert fs.cat_file(f"s4w://{tmp_path}/other") == (tmp_path / "other").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -187,3 +187,48 @@ def test_wrappers_save_without_a_pickle(tmp_path: Path) -> None:
     ]
     assert len(plain) >= 2, "JSON"
     assert same(shards["w"], values(1, 5000))
+
+
+def test_files_that_begin_like_ours_come_back(tmp_path: Path) -> None:
+    plain, path = tmp_path / "x.s4w", f"s4w://{tmp_path}/x.s4w"
+    state = {"a": torch.arange(1000.0)}
+    with fsspec.open(path, "wb") as file:
+        s4weights.save(state, file)
+    # As it is: s4weights reads it from both places.
+    assert torch.equal(s4weights.load(plain)["a"], state["a"])
+    with fsspec.open(path, "rb") as file:
+        assert torch.equal(s4weights.load(file)["a"], state["a"])
+    with fsspec.open(f"s4w://{tmp_path}/y.pt", "wb") as file:
+        torch.save(state, file)
+    compressed = (tmp_path / "y.pt").read_bytes()
+    for data in (plain.read_bytes(), compressed, plain.read_bytes()[:100], compressed + b"more"):
+        with fsspec.open(path, "wb") as file:
+            file.write(data)
+        with fsspec.open(path, "rb") as file:
+            assert file.read() == data
+
+
+def test_what_is_not_closed_replaces_nothing(tmp_path: Path) -> None:
+    fs, path = fsspec.filesystem("s4w"), f"s4w://{tmp_path}/a.pt"
+    with fs.open(path, "wb") as file:
+        torch.save({"a": torch.ones(1000)}, file)
+    good = fs.cat_file(path)
+    file = fs.open(path, "wb")
+    file.write(b"half")
+    with pytest.warns(RuntimeWarning, match="not closed"):
+        del file
+        gc.collect()
+    assert fs.cat_file(path) == good
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.s4w", "a.txt"])
+def test_parts_of_files_are_read(tmp_path: Path, name: str) -> None:
+    fs, path = fsspec.filesystem("s4w"), f"s4w://{tmp_path}/{name}"
+    with fs.open(path, "wb") as file:
+        if name == "a.txt":
+            file.write(bytes(range(250)))
+        else:
+            (torch.save if name == "a.pt" else s4weights.save)({"a": torch.zeros(9000)}, file)
+    whole = fs.cat_file(path)
+    assert fs.cat_file(path, 5, -10) == whole[5:-10] and fs.cat_file(path, -7) == whole[-7:]
+    assert fs.read_block(path, 3, None) == whole[3:] and fs.tail(path, 9) == whole[-9:]

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import fsspec
@@ -20,7 +22,7 @@ import torch
 from fsspec.core import url_to_fs
 
 from . import _core
-from ._errors import CorruptDataError
+from ._errors import CorruptDataError, S4Error
 from ._storages import dtype_name
 from ._torch_zip import find_storages
 
@@ -104,15 +106,48 @@ class S4wFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         if not _core.is_s4w(head):
             return file
         with file:
-            return io.BufferedReader(_Restored(file.read(), str(path)), 1 << 20)
+            data = file.read()
+        restored = _restore(data, str(path))
+        if restored is None:
+            return _Plain(data)
+        return _Buffered(restored, 1 << 20)
+
+
+class _Plain(io.BytesIO):
+    """A file as it is stored."""
+
+    @property
+    def size(self) -> int:
+        """The length of the file."""
+        return self.getbuffer().nbytes
+
+
+class _Buffered(io.BufferedReader):
+    """A file that is decoded."""
+
+    @property
+    def size(self) -> int:
+        """The length of the file."""
+        at = self.tell()
+        size = self.seek(0, io.SEEK_END)
+        self.seek(at)
+        return size
 
 
 class _Written(io.BytesIO):
-    """A file that is being written. It is stored when it is closed, whole or not at all."""
+    """A file that is being written. It is stored when it is closed, whole or not at all; not if it
+    is only collected: then an exception may have ended the writing.
+    """
 
     def __init__(self, fs: Any, path: str) -> None:
         super().__init__()
         self._fs, self._path, self._failed = fs, path, False
+
+    def __del__(self) -> None:
+        # The base class would close it here, which stores it.
+        if not self.closed and self.tell():
+            message = f"{self._path}: nothing was stored, since the file was not closed"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def __exit__(self, *exception: object) -> None:
         self._failed = exception[0] is not None
@@ -127,6 +162,8 @@ class _Written(io.BytesIO):
         if self._failed:
             return
         stored = compress(values)
+        if stored is None and not _is_read_as_it_is(values):
+            stored = _wrap(values, [])
         with self._fs.open(self._path, "wb") as file:
             file.write(values if stored is None else stored)
 
@@ -143,8 +180,11 @@ class _Span(NamedTuple):
 def compress(values: bytearray) -> bytes | None:
     """The ``.s4w`` file for concatenated files of `torch.save`; ``None`` if it has no tensors."""
     found = find_storages(values)
-    if not found:
-        return None
+    return _wrap(values, found) if found else None
+
+
+def _wrap(values: bytearray, found: Sequence[tuple[int, int, torch.dtype]]) -> bytes:
+    """The ``.s4w`` file for a file with tensors at these places."""
     memory = torch.frombuffer(values, dtype=torch.uint8)
     start, at = memory.data_ptr(), 0
     spans: list[tuple[int, int]] = []
@@ -176,14 +216,34 @@ def compress(values: bytearray) -> bytes | None:
     return stream.getvalue()
 
 
+def _is_read_as_it_is(values: bytearray) -> bool:
+    """Whether reading does not take a file for one that was compressed here, nor for damaged."""
+    if not _core.is_s4w(bytes(values[:16])):
+        return True
+    try:
+        return _restore(bytes(values), "") is None
+    except S4Error:
+        return False
+
+
+def _restore(data: bytes, name: str) -> _Restored | None:
+    """The file that was compressed; ``None`` if this is a ``.s4w`` file that somebody else wrote."""
+    reader = _core.Reader(None, None, data, None, {})
+    try:
+        text = reader.blob(_BLOB)
+    except KeyError:
+        return None
+    return _Restored(reader, text, name)
+
+
 class _Restored(io.RawIOBase):
     """A file as it was written. Only what is read of it is decoded."""
 
-    def __init__(self, data: bytes, name: str) -> None:
-        self._reader = _core.Reader(None, None, data, None, {})
-        tensors = self._reader.tensors()
+    def __init__(self, reader: _core.Reader, text: bytes, name: str) -> None:
+        self._reader = reader
+        tensors = reader.tensors()
         try:
-            said = json.loads(self._reader.blob(_BLOB))
+            said = json.loads(text)
             self._size, places = int(said["bytes"]), [(int(a), int(n)) for a, n in said["tensors"]]
             ends = said["version"] == 1 and len(places) == len(tensors) - 1
             self._spans = _spans(places, self._size, [t[3] for t in tensors]) if ends else []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,11 @@ def test_files_of_every_kind_come_back(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", "a\\b", "C:/x", "."])
+#: What leads elsewhere on Windows only.
+WINDOWS = ["a\\b", "C:/x"]
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", ".", *(WINDOWS if os.name == "nt" else [])])
 def test_names_that_lead_elsewhere(name: str, tmp_path: Path) -> None:
     store = s4weights.CheckpointStore(tmp_path / "store")
     state: dict[str, Any] = {"s4weights.folder": 1, name: {"bytes": torch.ones(3).byte()}}
@@ -71,6 +77,66 @@ def test_names_that_lead_elsewhere(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "store"]
 
 
+def test_odd_names_and_files_come_back(tmp_path: Path) -> None:
+    folder, back = tmp_path / "a", tmp_path / "b"
+    (folder / "sub").mkdir(parents=True)
+    names = ["s4weights.folder", "sub/s4weights.folder", *([] if os.name == "nt" else ["10:30", "a\\b"])]
+    for name in [*names, "empty.s4w", "fake.s4w", "run.sh"]:
+        (folder / name).write_bytes(b"" if name == "empty.s4w" else name.encode())
+    w = torch.arange(300.0)
+    s4weights.save({"w": w}, folder / "meta.s4w", metadata={"k": "v"})
+    for name in ("two.s4w", "bad.s4w"):
+        with (folder / name).open("wb") as file:
+            s4weights.save([w], file)
+            s4weights.save([w + 1], file)
+    bad = bytearray((folder / "meta.s4w").read_bytes())
+    bad[60] ^= 1
+    (folder / "bad.s4w").write_bytes(bad)
+    torch.save([w], folder / "long.pt")
+    with (folder / "long.pt").open("ab") as file:
+        file.write(b"more")
+    (folder / "nothing/in").mkdir(parents=True)
+    if os.name == "posix":
+        (folder / "run.sh").chmod(0o755)
+        (folder / "link").symlink_to(folder / "sub")
+        (folder / "sub/loop").symlink_to(folder)
+        (folder / "dangling").symlink_to("nowhere")
+    with s4weights.CheckpointStore(tmp_path / "store") as store:
+        with pytest.warns(UserWarning, match="not saved"):
+            save_folder(store, folder, 1)
+        restore_folder(store, back)
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        if path.is_file() and name.name != "meta.s4w":
+            assert (back / name).read_bytes() == path.read_bytes(), name
+            assert os.access(back / name, os.X_OK) == os.access(path, os.X_OK), name
+    with s4weights.open(back / "meta.s4w") as file:
+        assert file.metadata() == {"k": "v"} and torch.equal(file["w"], w)
+    assert (back / "nothing/in").is_dir() and not (back / "dangling").exists()
+    if os.name == "posix":
+        assert (back / "link/s4weights.folder").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names need not be text there only")
+def test_names_that_are_not_text_are_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with open(os.fsencode(tmp_path / "a") + b"/\xff", "wb"):
+        pass
+    with s4weights.CheckpointStore(tmp_path / "store") as store:
+        with pytest.raises(ValueError, match="UTF-8"):
+            save_folder(store, tmp_path / "a", 1)
+        assert store.list() == []
+
+
+def test_folders_of_the_first_version_are_restored(tmp_path: Path) -> None:
+    state = {"s4weights.folder": 1, "d/x": {"bytes": torch.ones(3).byte()}, "m.s4w": {"s4w": [1]}}
+    with s4weights.CheckpointStore(tmp_path / "store") as store:
+        store.save_checkpoint(state, 1)
+        restore_folder(store, tmp_path / "a")
+    assert (tmp_path / "a/d/x").read_bytes() == b"\1\1\1"
+    assert s4weights.load(tmp_path / "a/m.s4w") == [1]
+
+
 def test_what_is_no_folder(tmp_path: Path) -> None:
     store = s4weights.CheckpointStore(tmp_path / "store")
     (tmp_path / "nothing").mkdir()
@@ -79,6 +145,10 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
     states: list[Any] = [
         {"w": torch.ones(1)},
         {"s4weights.folder": 2},
+        {"s4weights.folder": {"version": 3}},
+        {"s4weights.folder": {"version": 2, "folders": ["x", 1], "executable": []}},
+        {"s4weights.folder": {"version": 2, "folders": ["../x"], "executable": []}},
+        {"s4weights.folder": {"version": 2, "folders": [], "executable": ["y"]}},
         {"s4weights.folder": 1, "x": 5},
     ]
     for step, state in enumerate(states):

@@ -2,28 +2,35 @@
 
 Tensors in ``.safetensors`` files, ``.s4w`` files and files of `torch.save` are stored as tensors,
 so that they are compressed as such and become deltas. Other files, and those that hold more than
-tensors and plain values, are stored as bytes. Nothing is unpickled that ``weights_only=True`` does
-not allow.
+tensors and plain values, or that their readers do not take, are stored as bytes. Nothing is unpickled
+that ``weights_only=True`` does not allow. Links are followed; what they lead to is stored. Of
+permissions, only whether files are executable is kept.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import uuid
+import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .._errors import CorruptDataError, UnsafeLoadError, UnsupportedFormatError
+from .._errors import CorruptDataError, S4Error, UnsupportedFormatError
 from .._load import load
 from .._save import save
+from .._sources import open_source, require_s4w
 from .._store import CheckpointStore
 
 _KEY = "s4weights.folder"
-#: The version of the form in which folders are stored.
-_VERSION = 1
+#: The version of the form in which folders are stored; and the one of folders that hold empty folders or
+#: executable files, which has a dict in place of the version.
+_VERSION, _VERSION_2 = 1, 2
+
+#: The last record of a ZIP archive without a comment: its first bytes, and its size.
+_ZIP_END, _ZIP_END_SIZE = b"PK\5\6", 22
 
 
 def save_folder(
@@ -65,17 +72,52 @@ def restore_folder(
 
 
 def _pack(folder: Path) -> dict[str, Any]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files: dict[str, Path] = {}
+    empty: list[str] = []
+    for path in _walk(folder, frozenset()):
+        name = path.relative_to(folder).as_posix()
+        # What cannot be restored must not be saved.
+        _check_name(name, str(folder), ValueError)
+        if path.is_dir():
+            empty.append(name)
+        else:
+            files[name] = path
     if not files:
         raise FileNotFoundError(f"{folder}: there are no files to save")
-    return {_KEY: _VERSION, **{p.relative_to(folder).as_posix(): _pack_file(p) for p in files}}
+    about: Any = _VERSION
+    executable = [n for n, path in files.items() if os.name == "posix" and path.stat().st_mode & 0o100]
+    if empty or executable:
+        about = {"version": _VERSION_2, "folders": empty, "executable": executable}
+    # No file is found under a name that begins so; it leads to the same one.
+    return {
+        _KEY: about,
+        **{f"./{name}" if name == _KEY else name: _pack_file(path) for name, path in files.items()},
+    }
+
+
+def _walk(folder: Path, above: frozenset[str]) -> Iterator[Path]:
+    """The files below a folder, and its empty folders, in order."""
+    above = above | {os.path.realpath(folder)}
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            yield path
+        elif path.is_dir() and os.path.realpath(path) not in above:
+            if any(path.iterdir()):
+                yield from _walk(path, above)
+            else:
+                yield path
+        else:
+            what = "a link to nothing or to a folder around it, a pipe or a device"
+            warnings.warn(f"{path}: not saved: {what}", stacklevel=2)
 
 
 def _unpack(packed: Any, folder: Path, where: str) -> None:
     if not isinstance(packed, dict) or _KEY not in packed:
         raise UnsupportedFormatError(f"{where} was not saved from a folder: use load_checkpoint")
-    if packed[_KEY] != _VERSION:
-        raise UnsupportedFormatError(f"{where}: folder format version {packed[_KEY]!r} is unknown")
+    about = packed[_KEY]
+    folders, executable = _more(about, where) if isinstance(about, dict) else ([], [])
+    if not isinstance(about, dict) and about != _VERSION:
+        raise UnsupportedFormatError(f"{where}: folder format version {about!r} is unknown")
     for name, kept in packed.items():
         if name == _KEY:
             continue
@@ -83,13 +125,41 @@ def _unpack(packed: Any, folder: Path, where: str) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _unpack_file(kept, path, f"{where}: {name!r}")
+    for name in folders:
+        _check_name(name, where)
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in executable:
+        _check_name(name, where)
+        path = folder / name
+        if not path.is_file():
+            raise CorruptDataError(f"{where}: {name!r} is no file")
+        # By whoever may read it.
+        mode = path.stat().st_mode
+        path.chmod(mode | (mode & 0o444) >> 2)
 
 
-def _check_name(name: str, where: str) -> None:
-    """Raises for names of files that would not be below the folder."""
+def _more(about: dict[str, Any], where: str) -> tuple[list[str], list[str]]:
+    """The empty folders and the executable files."""
+    if about.get("version") != _VERSION_2:
+        version = about.get("version")
+        raise UnsupportedFormatError(f"{where}: folder format version {version!r} is unknown")
+    lists = [about.get("folders"), about.get("executable")]
+    if not all(isinstance(names, list) and all(type(n) is str for n in names) for names in lists):
+        raise CorruptDataError(f"{where}: no lists of names")
+    return about["folders"], about["executable"]
+
+
+def _check_name(name: str, where: str, kind: type[Exception] = CorruptDataError) -> None:
+    """Raises for names of files that would not be below the folder, or are not text."""
     parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in parts[0]:
-        raise CorruptDataError(f"{where}: {name!r} is not a name of a file in a folder")
+    # On other systems these are characters as any others.
+    leads_elsewhere = os.name == "nt" and any(c in name for c in "\\:")
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name or leads_elsewhere:
+        raise kind(f"{where}: {name!r} is not a name of a file in a folder")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise kind(f"{where}: the name {name!r} is not UTF-8, and cannot be stored") from None
 
 
 def _pack_file(path: Path) -> dict[str, Any]:
@@ -99,18 +169,42 @@ def _pack_file(path: Path) -> dict[str, Any]:
     if tensors is not None:
         return tensors
     if path.suffix == ".s4w":
-        try:
-            return {"s4w": load(path, "cpu", weights_only=True)}
-        except UnsafeLoadError:
-            pass
+        kept = _read_s4w(path)
+        if kept is not None:
+            return kept
     elif _is_torch_file(path):
         try:
             return {"torch": torch.load(path, "cpu", weights_only=True)}
-        except (pickle.UnpicklingError, RuntimeError):
-            pass  # More than tensors and plain values: stored as bytes.
+        except (OSError, MemoryError):
+            raise
+        except Exception:  # whatever PyTorch's readers raise
+            pass  # More than tensors and plain values, or damaged: stored as bytes.
     raw = bytearray(path.read_bytes())
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     return {"bytes": torch.frombuffer(raw, dtype=torch.uint8) if raw else empty}
+
+
+def _read_s4w(path: Path) -> dict[str, Any] | None:
+    """What a ``.s4w`` file holds; ``None`` if that is not all, or cannot be read."""
+    try:
+        reader = require_s4w(open_source(str(path), None, None))
+        if any(_has_blob(reader, name) for name in ("dcp", "stream")):
+            return None
+        metadata = reader.metadata()
+        kept = {"s4w": load(path, "cpu", weights_only=True)}
+    except FileNotFoundError:
+        raise
+    except (S4Error, OSError, ValueError, RuntimeError):
+        return None
+    return {**kept, "metadata": metadata} if metadata else kept
+
+
+def _has_blob(reader: Any, name: str) -> bool:
+    try:
+        reader.blob(name)
+    except KeyError:
+        return False
+    return True
 
 
 def _unpack_file(kept: Any, path: Path, where: str) -> None:
@@ -123,8 +217,8 @@ def _unpack_file(kept: Any, path: Path, where: str) -> None:
         save_file(kept["safetensors"], path, kept["metadata"])
     elif form == ["torch"]:
         torch.save(kept["torch"], path)
-    elif form == ["s4w"]:
-        save(kept["s4w"], path)
+    elif form in (["s4w"], ["metadata", "s4w"]):
+        save(kept["s4w"], path, metadata=kept.get("metadata"))
     elif form == ["bytes"]:
         path.write_bytes(bytes(kept["bytes"].numpy()))
     else:
@@ -145,7 +239,11 @@ def _read_safetensors(path: Path) -> dict[str, Any] | None:
 
 
 def _is_torch_file(path: Path) -> bool:
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as file:
-        return any(name.endswith("/data.pkl") for name in file.namelist())
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _ZIP_END_SIZE))
+        # Bytes after the archive would be lost.
+        if not file.read().startswith(_ZIP_END) or not zipfile.is_zipfile(path):
+            return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/data.pkl") for name in archive.namelist())
