@@ -34,6 +34,37 @@ def test_a_program_saves_and_loads_s4w_files(tmp_path):
     assert (torch.save, torch.load, torch.serialization.save, torch.serialization.load) == before
 
 
+def test_what_pytorch_itself_saves_keeps_its_format(tmp_path):
+    """Pickles of tensors, exported programs and distributed checkpoints are read without us."""
+    import pickle
+
+    import torch.distributed.checkpoint as dcp
+
+    linear = torch.nn.Linear(4, 4)
+    program = torch.export.export(linear, (torch.rand(1, 4),))
+    with s4weights.patch():
+        pickled = pickle.dumps(state())
+        torch.export.save(program, tmp_path / "a.pt2")
+        dcp.save({"w": torch.arange(9.0), "x": {"y": [1]}}, checkpoint_id=tmp_path / "dcp")
+    assert_identical(pickle.loads(pickled), state())
+    exported = torch.export.load(tmp_path / "a.pt2").state_dict
+    assert torch.equal(exported["weight"], linear.weight)
+    loaded = {"w": torch.zeros(9), "x": {"y": [0]}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+    assert loaded["w"].tolist() == [*range(9)] and loaded["x"] == {"y": [1]}
+
+
+def test_our_save_in_the_place_of_pytorchs(tmp_path, monkeypatch):
+    import pickle
+
+    monkeypatch.setattr(torch, "save", s4weights.save)
+    torch.save(state(), tmp_path / "a")
+    pickled = pickle.dumps(state())
+    monkeypatch.undo()
+    assert is_s4w(tmp_path / "a")
+    assert_identical(pickle.loads(pickled), state())
+
+
 def test_patches_nest_and_are_taken_back_in_turn(tmp_path):
     before = torch.save
     s4weights.patch()

@@ -10,7 +10,7 @@ from typing import Any
 from ._load import get_unsafe_globals, load
 from ._save import check_preset, save
 from ._sources import check_threads
-from ._torch import OURS, original, require_torch
+from ._torch import OURS, is_called_by_torch, original, require_torch
 
 _lock = threading.Lock()
 #: The active patches, the latest one last.
@@ -49,7 +49,9 @@ def patch(**options: Any) -> Patch:
 
     Programs that call them as ``torch.save(...)`` then write ``.s4w`` files, under the names that
     they chose, and read those, files of `torch.save` and safetensors files. Code that imported the
-    functions themselves before (``from torch import save``) keeps the old ones.
+    functions themselves before (``from torch import save``) keeps the old ones. What PyTorch itself
+    saves as a part of something else stays in its own format: pickles of tensors, exported programs,
+    distributed checkpoints.
 
     ::
 
@@ -112,7 +114,7 @@ def _replacing(name: str, ours: Callable[..., Any], options: dict[str, Any]) -> 
 
     @functools.wraps(function)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if name == "save" and _skips_data():
+        if name == "save" and (is_called_by_torch() or _skips_data()):
             # Files without data, to be filled later, exist only in PyTorch's own format.
             return function(*args, **kwargs)
         done = ours(*args, **{**options, **kwargs})

@@ -23,7 +23,7 @@ from ._report import Recorder
 from ._sources import FileLike, check_threads, is_url, path_of_url
 from ._staging import Budget, Stage, check_stage, stage_values
 from ._storages import StorageWriter, write_sources
-from ._torch import OURS, call_original, require_torch
+from ._torch import OURS, call_original, is_called_by_torch, require_torch
 
 logger = logging.getLogger("s4weights")
 
@@ -157,12 +157,16 @@ def save(
     torch = require_torch("save")
     compute = Compute(device, gpu_scratch, pinned_memory)
     require_little_endian()
-    if torch.serialization._serialization_tls.skip_data:
-        if torch.save is not torch.serialization.save:
-            # `torch.save` is replaced. Files without data, to be filled later, exist only in
-            # PyTorch's own format.
-            nothing: dict[str, Any] = call_original("save", obj, f, pickle_module, pickle_protocol)
-            return nothing
+    skips_data = torch.serialization._serialization_tls.skip_data
+    if is_called_by_torch() or (skips_data and torch.save is not torch.serialization.save):
+        # `torch.save` is replaced. Parts of PyTorch's formats, and files without data, to be filled
+        # later, exist only in its own.
+        form = (_use_new_zipfile_serialization, _disable_byteorder_record)
+        nothing: dict[str, Any] = call_original(
+            "save", obj, f, pickle_module, pickle_protocol, *form
+        )
+        return nothing
+    if skips_data:
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
     torch.serialization._check_dill_version(pickle_module)
     check_stage(stage, blocking)

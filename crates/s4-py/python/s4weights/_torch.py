@@ -4,6 +4,7 @@ replacements.
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -65,6 +66,15 @@ def _gone(name: str) -> str:
         f"torch.{name} and torch.serialization.{name} were both replaced by s4weights.{name}: "
         "PyTorch's own is gone; s4weights.patch() keeps it"
     )
+
+
+def is_called_by_torch() -> bool:
+    """Whether the function that calls this was called by PyTorch itself: to pickle a tensor's
+    storage, for an exported program or a distributed checkpoint. Those bytes are parts of other
+    formats, which are read without us.
+    """
+    module = str(sys._getframe(2).f_globals.get("__name__"))
+    return module.startswith("torch.") and not module.startswith("torch.testing.")
 
 
 def require_torch(name: str) -> Any:
