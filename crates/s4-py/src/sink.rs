@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use pyo3::exceptions::PyBlockingIOError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBool, PyBytes};
 
 /// Bytes that are collected before Python is called.
 const BUFFER: usize = 1 << 20;
@@ -20,7 +20,9 @@ pub(crate) struct PySink {
     stream: Py<PyAny>,
     /// Whether the stream is of a class of `io` whose `write` copies or writes the data before it returns.
     copies: bool,
-    /// Whether the stream is an `io.RawIOBase`, whose `write` returns `None` if it took nothing.
+    /// Whether the stream is an `io.RawIOBase`, whose `write` may take a part and returns how much, or `None` if it
+    /// took nothing. Others take everything, as `torch.save` assumes: what they return may be anything, such as
+    /// `True` or the number of bytes after compression.
     is_raw: bool,
     buffer: Vec<u8>,
 }
@@ -33,7 +35,13 @@ impl PySink {
             // The exact class: a subclass may keep a reference to what it is given.
             copies |= stream.get_type().is(&io.getattr(name)?);
         }
-        let is_raw = stream.is_instance(&io.getattr("RawIOBase")?)?;
+        let raw = io.getattr("RawIOBase")?;
+        let mut is_raw = stream.is_instance(&raw)?;
+        // Unbuffered temporary files.
+        let wrapper = stream.py().import("tempfile")?.getattr("_TemporaryFileWrapper")?;
+        if stream.is_instance(&wrapper)? {
+            is_raw |= stream.getattr("file")?.is_instance(&raw)?;
+        }
         Ok(Self { stream: stream.unbind(), copies, is_raw, buffer: Vec::new() })
     }
 
@@ -55,8 +63,7 @@ impl PySink {
         Ok(())
     }
 
-    /// Calls `write`. Returns how many bytes the stream took: all of them if it does not say. A raw stream that
-    /// would have to wait is an error.
+    /// Calls `write`. Returns how many bytes the stream took. A raw stream that would have to wait is an error.
     fn call_write(&self, py: Python<'_>, data: &[u8]) -> PyResult<usize> {
         let taken = if self.copies && data.len() >= LARGE {
             let view = view(py, data)?;
@@ -66,7 +73,10 @@ impl PySink {
         } else {
             self.stream.call_method1(py, "write", (PyBytes::new(py, data),))?
         };
-        if self.is_raw && taken.is_none(py) {
+        if !self.is_raw || taken.bind(py).is_instance_of::<PyBool>() {
+            return Ok(data.len());
+        }
+        if taken.is_none(py) {
             let again: i32 = py.import("errno")?.getattr("EAGAIN")?.extract()?;
             let what = "the stream is in non-blocking mode and takes no more bytes now";
             return Err(PyBlockingIOError::new_err((again, what, 0)));

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,17 +26,16 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 
 
 class WriteOnly:
-    """A stream with only the methods that saving needs, which takes little at a time."""
+    """A stream with only the methods that saving needs. What it returns means nothing."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, returns: object = None) -> None:
         self.data = b""
         self.flushed = 0
-        self._most = most
+        self._returns = returns
 
-    def write(self, data: bytes) -> int | None:
-        taken = data[: self._most]
-        self.data += taken
-        return None if self._most is None else len(taken)
+    def write(self, data: bytes) -> Any:
+        self.data += data
+        return self._returns
 
     def flush(self) -> None:
         self.flushed += 1
@@ -97,9 +97,10 @@ def test_the_same_bytes_to_every_target(path: Path) -> None:
     assert path.read_bytes() == saved()
 
 
-@pytest.mark.parametrize("most", [None, 1000])
-def test_write_only_streams(most: int | None) -> None:
-    stream = WriteOnly(most)
+@pytest.mark.parametrize("returns", [None, True, False, 0, 10, 1 << 40, "text"])
+def test_write_only_streams(returns: object) -> None:
+    """As `torch.save` does, `save` takes it that a stream takes everything."""
+    stream = WriteOnly(returns)
     s4weights.save(OBJ, stream)  # type: ignore[arg-type]
     assert stream.data == saved() and stream.flushed == 1
     assert_identical(OBJ, s4weights.load(ReadOnly(stream.data)))  # type: ignore[arg-type]
@@ -209,9 +210,74 @@ def test_what_a_stream_raises_is_passed_on() -> None:
     assert caught.value is failure
 
 
-def test_a_stream_that_takes_nothing() -> None:
+class Raw(io.RawIOBase):
+    """A raw stream, which takes little at a time and says how much."""
+
+    def __init__(self, most: int) -> None:
+        self.data = b""
+        self._most = most
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        taken = bytes(data[: self._most])
+        self.data += taken
+        return len(taken)
+
+
+def test_a_raw_stream_takes_a_part() -> None:
+    stream = Raw(1000)
+    s4weights.save(OBJ, stream)  # type: ignore[arg-type]
+    assert stream.data == saved()
     with pytest.raises(s4weights.StorageError):
-        s4weights.save(OBJ, WriteOnly(0))  # type: ignore[arg-type]
+        s4weights.save(OBJ, Raw(0))  # type: ignore[arg-type]
+
+
+def test_an_unbuffered_temporary_file() -> None:
+    with tempfile.NamedTemporaryFile(buffering=0) as file:
+        stream = Raw(1000)
+        file.file = stream  # type: ignore[assignment]
+        s4weights.save(OBJ, file)
+        assert stream.data == saved()
+
+
+@linux
+def test_a_named_pipe(tmp_path: Path) -> None:
+    path, bytes_of = tmp_path / "pipe", {"ours": saved(), "torch": io.BytesIO()}
+    os.mkfifo(path)
+    torch.save(OBJ, bytes_of["torch"])
+    for data in (bytes_of["ours"], bytes_of["torch"].getvalue()):  # type: ignore[union-attr]
+        writer = threading.Thread(target=path.write_bytes, args=(data,))
+        writer.start()
+        assert_identical(OBJ, s4weights.load(path))
+        writer.join()
+
+
+def test_sets_are_written_in_one_order(tmp_path: Path) -> None:
+    """Text is hashed in another way by each process."""
+    script = (
+        "import sys, s4weights\n"
+        "names = {f'layer.{n}' for n in range(40)}\n"
+        "s4weights.save({'a': names, 'b': {frozenset(names), (1, 'x'), None, 2.5}}, sys.argv[1])\n"
+    )
+    files = []
+    for seed in ("1", "2"):
+        path = tmp_path / seed
+        command = [sys.executable, "-c", script, str(path)]
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, check=True)
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
+    names = {f"layer.{n}" for n in range(40)}
+    assert s4weights.load(path) == {"a": names, "b": {frozenset(names), (1, "x"), None, 2.5}}
+
+
+def test_sets_of_tensors(tmp_path: Path) -> None:
+    tensors = [torch.full((2,), float(n)) for n in range(9)]
+    s4weights.save({"set": {*tensors}, "list": tensors}, tmp_path / "a")
+    loaded = s4weights.load(tmp_path / "a")
+    assert {id(t) for t in loaded["list"]} == {id(t) for t in loaded["set"]}
+    assert [t[0].item() for t in loaded["list"]] == [*range(9)]
 
 
 @linux

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import operator
 import os
+import stat
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple, Union
 from urllib.parse import urlsplit
@@ -67,6 +68,10 @@ def absolute(place: str | os.PathLike[str]) -> str:
     text = os.fspath(place)
     if not isinstance(text, str):
         raise TypeError(f"{place!r}: a folder or a URL expected")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{place!r}: the name of a store's folder must be UTF-8") from None
     return os.path.abspath(text) if text and "://" not in text and not is_url(text) else text
 
 
@@ -113,10 +118,21 @@ def _open_path(
 ) -> _core.Reader | Foreign:
     path = os.fspath(f)
     seen = _core.look_at(path) if type(path) is str else None
+    if seen is None and _is_pipe(path):
+        # It cannot seek, nor be opened twice.
+        with open(path, "rb") as pipe:
+            return _open_stream(io.BytesIO(pipe.read()), options, threads, trusted)
     head, ours = seen or _look_at(path)
     if ours:
         return _core.Reader(path, None, None, threads, options, trusted)
     return Foreign(f, path.endswith(".safetensors") or _is_safetensors(head))
+
+
+def _is_pipe(path: str) -> bool:
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def _look_at(path: str) -> tuple[bytes, bool]:

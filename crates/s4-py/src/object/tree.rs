@@ -162,11 +162,11 @@ impl<'py> Tree<'_, 'py> {
         } else if obj.cast_exact::<PySet>().is_ok() {
             self.once(obj)?;
             self.raw("{\"set\":")?;
-            self.items(obj.try_iter()?, path, depth)?;
+            self.unordered(obj, path, depth)?;
             self.raw("}")
         } else if obj.cast_exact::<PyFrozenSet>().is_ok() {
             self.raw("{\"frozenset\":")?;
-            self.items(obj.try_iter()?, path, depth)?;
+            self.unordered(obj, path, depth)?;
             self.raw("}")
         } else if let Some(known) = self.tensors.get(&address(obj)) {
             let same = format!("{{\"same\":{known}}}");
@@ -236,6 +236,32 @@ impl<'py> Tree<'_, 'py> {
             self.raw(if i == 0 { "" } else { "," })?;
             self.node(&item?, &Path::Index(path, i), depth)?;
         }
+        self.raw("]")
+    }
+
+    /// The elements of a set in the order of their texts: a set's own order may differ in every process. Sets that
+    /// hold tensors keep it, since tensors are numbered in the order of the text.
+    fn unordered(
+        &mut self,
+        set: &Bound<'py, PyAny>,
+        path: &Path<'_>,
+        depth: usize,
+    ) -> Result<(), Stop> {
+        self.raw("[")?;
+        let (start, tensors) = (self.text.len(), self.tensors.len());
+        let mut ends = vec![];
+        for (i, item) in set.try_iter()?.enumerate() {
+            self.node(&item?, &Path::Index(path, i), depth)?;
+            ends.push(self.text.len() - start);
+        }
+        let texts = self.text.split_off(start);
+        let begins = std::iter::once(0).chain(ends.iter().copied());
+        let mut parts: Vec<&[u8]> =
+            begins.zip(&ends).map(|(begin, &end)| texts.get(begin..end).unwrap_or(b"")).collect();
+        if self.tensors.len() == tensors {
+            parts.sort_unstable();
+        }
+        self.text.extend_from_slice(&parts.join(&b','));
         self.raw("]")
     }
 
