@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import s4weights
-from compare import assert_identical
+from compare import TOO_LONG, assert_identical
 from s4weights import CheckpointStore, _core, _device
 
 if os.environ.get("S4_REQUIRE_GPU") != "1" and not torch.cuda.is_available():
@@ -147,9 +147,9 @@ def test_a_snapshot_is_the_state_at_the_call(tmp_path: Path, no_copies: None) ->
 
 def test_an_error_before_the_snapshot_is_raised(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path, device="cuda") as store:
-        pending = store.save_checkpoint(training(), 0, {"loss": float("nan")}, blocking=False)
+        pending = store.save_checkpoint(training(), 0, TOO_LONG, blocking=False)
         assert pending.staged.done()
-        with pytest.raises(ValueError, match="loss"):
+        with pytest.raises(s4weights.LimitError, match="log entry"):
             pending.wait()
         assert store.save_checkpoint(training(), 1).kind == "base"
 

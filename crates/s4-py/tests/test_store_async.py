@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import s4weights
+from compare import TOO_LONG
 from s4weights import CheckpointStore
 
 
@@ -52,22 +53,22 @@ def test_an_error_is_raised_at_the_next_call(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     store = CheckpointStore(folder)
     store.save_checkpoint({}, 0)
-    bad = {"loss": float("nan")}
+    bad = TOO_LONG
     store.save_checkpoint({}, 1, bad, blocking=False)
-    with pytest.raises(ValueError, match="loss"):
+    with pytest.raises(s4weights.LimitError, match="log entry"):
         store.save_checkpoint({}, 2)
     # The error was raised once, so the next call works.
     store.save_checkpoint({}, 3)
     store.save_checkpoint({}, 4, bad, blocking=False)
-    with pytest.raises(ValueError, match="loss"):
+    with pytest.raises(s4weights.LimitError, match="log entry"):
         store.close()
     assert CheckpointStore(folder).latest() == 3
 
 
 def test_an_error_that_was_seen_is_not_raised_again(tmp_path: Path) -> None:
     with CheckpointStore(tmp_path) as store:
-        pending = store.save_checkpoint({}, 1, {"loss": float("nan")}, blocking=False)
-        with pytest.raises(ValueError, match="loss"):
+        pending = store.save_checkpoint({}, 1, TOO_LONG, blocking=False)
+        with pytest.raises(s4weights.LimitError, match="log entry"):
             pending.wait()
         store.save_checkpoint({}, 2)
         assert store.latest() == 2
@@ -75,7 +76,7 @@ def test_an_error_that_was_seen_is_not_raised_again(tmp_path: Path) -> None:
 
 def test_the_error_of_a_with_block_comes_first(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), CheckpointStore(tmp_path) as store:
-        store.save_checkpoint({}, 1, {"loss": float("nan")}, blocking=False)
+        store.save_checkpoint({}, 1, TOO_LONG, blocking=False)
         raise ZeroDivisionError
 
 

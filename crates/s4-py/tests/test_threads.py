@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import s4weights
+from compare import TOO_LONG
 from s4weights import CheckpointStore, PendingSave
 
 
@@ -112,18 +113,18 @@ def test_a_pending_save_that_many_wait_for(tmp_path: Path) -> None:
         waits = [lambda: pending.wait(60)] * 4
         together(*waits, lambda: store.load_checkpoint(1), lambda: store.save_checkpoint({}, 2))
         # An error is raised to each caller that waits for the save, and by the store to one other.
-        failing = store.save_checkpoint({}, 3, {"loss": float("nan")}, blocking=False)
+        failing = store.save_checkpoint({}, 3, TOO_LONG, blocking=False)
         raised: list[str] = []
 
         def settle() -> None:
             try:
                 store.load_checkpoint(1)
-            except ValueError as error:
+            except s4weights.LimitError as error:
                 raised.append(str(error))
 
         together(settle, settle, settle)
         assert len(raised) == 1
-        with pytest.raises(ValueError, match="loss"):
+        with pytest.raises(s4weights.LimitError, match="log entry"):
             failing.wait()
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from . import _core
-from ._entries import CheckpointEntry, Entries, Ids, Retention, listed
+from ._entries import CheckpointEntry, Entries, Ids, Retention, listed, selected
 from ._errors import NotFoundError
 from ._progress import Progress, ProgressArgument
 
@@ -147,7 +147,8 @@ class Catalog(ABC):
         return self._all(step)[-1]
 
     def _all(self, step: int | str) -> Entries:
-        found = [entry for entry in self.list() if step in (entry.step, entry.id)]
+        wanted = selected(step)
+        found = [entry for entry in self.list() if wanted in (entry.step, entry.id)]
         if not found:
             raise self._nothing(step)
         return found

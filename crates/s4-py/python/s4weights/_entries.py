@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ._errors import LimitError
 from ._sources import check_threads
 
 
@@ -129,7 +132,11 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Metrics as they are stored."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics={metrics!r}: a dict of numbers expected")
-    return {str(name): float(value) for name, value in (metrics or {}).items()}
+    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(f"metrics: {name!r} is {value}, which is not finite")
+    return numbers
 
 
 def texts_of(tags: Mapping[str, str] | None) -> dict[str, str]:
@@ -139,6 +146,22 @@ def texts_of(tags: Mapping[str, str] | None) -> dict[str, str]:
     return {str(name): str(text) for name, text in (tags or {}).items()}
 
 
+def metrics_and_tags(
+    metrics: Mapping[str, float] | None, tags: Mapping[str, str] | None
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Metrics and tags as they are stored. Raises if the store would refuse them, which it does only
+    after it has uploaded the values.
+    """
+    numbers, texts = numbers_of(metrics), texts_of(tags)
+    listed = json.dumps([numbers, texts], ensure_ascii=False, separators=(",", ":"))
+    nbytes = len(listed.encode("utf-8", "surrogatepass"))
+    if nbytes > _MOST_LISTED:
+        raise LimitError(f"metrics and tags of {nbytes} bytes ({_MOST_LISTED} are allowed)")
+    return numbers, texts
+
+
+#: What an entry of a store's log may take, in bytes, with a little more than these.
+_MOST_LISTED = 64 << 10
 #: Steps are stored in 64 bits.
 _STEPS = 1 << 64
 
@@ -154,3 +177,17 @@ def checked_step(step: object) -> int:
     if not 0 <= number < _STEPS:
         raise ValueError(f"step: an integer of 0 or more, below 2^64, expected, not {step!r}")
     return number
+
+
+def selected(step: object) -> int | str:
+    """What selects checkpoints: a step, or the id of an entry."""
+    if isinstance(step, str):
+        return step
+    try:
+        # `True` and 1.0 are equal to 1, but hardly meant as a step.
+        if isinstance(step, bool):
+            raise TypeError
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        what = "an integer or the id of an entry"
+        raise ValueError(f"step: {what} expected, not {step!r}") from None

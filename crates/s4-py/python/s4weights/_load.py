@@ -213,8 +213,12 @@ def get_unsafe_globals(
     if isinstance(source, Foreign):
         if source.is_safetensors:
             return []
+        require_torch("get_unsafe_globals")
         return list(call_original("get_unsafe_globals_in_checkpoint", source.file))
-    return _pickled.unsafe_globals(source.blob("pickle")) if source.form() == "pickle" else []
+    if source.form() != "pickle":
+        return []
+    require_torch("get_unsafe_globals")
+    return _pickled.unsafe_globals(source.blob("pickle"))
 
 
 def choose_unpickler(

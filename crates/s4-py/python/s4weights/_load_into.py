@@ -18,6 +18,7 @@ from ._progress import Progress, ProgressArgument
 from ._save import require_little_endian
 from ._sources import FileLike, open_source, require_s4w
 from ._storages import covering_shape, fits, read_batch
+from ._torch import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,7 @@ def load_into(
             do not. No tensor was touched.
         S4Error: any other failure, as in `load`. The tensors' values are then unspecified.
     """
+    require_torch("load_into")
     state_dict, f = _in_order(state_dict, f)
     compute = Compute(device, gpu_scratch)
     require_little_endian()
@@ -211,13 +213,27 @@ def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> 
         enough, overlap = offset * item + target.nbytes <= there or not target.nbytes, False
     else:
         enough = fits(there, item, offset, target.shape, target.stride())
-        overlap = torch._debug_has_internal_overlap(target) == 1
+        overlap = _overlaps(target)
     if not enough:
         return "has too little memory for its elements: its memory was freed or made smaller"
     if overlap:
-        return "has one place in memory for several elements"
+        has = "has" if torch._debug_has_internal_overlap(target) == 1 else "may have"
+        return f"{has} one place in memory for several elements"
     stored = saved.untyped_storage()._cdata in layouts.numbers
     return None if stored else "has no values in the file"
+
+
+def _overlaps(target: torch.Tensor) -> bool:
+    """Whether several elements may share a place in memory: unless each step is longer than all that
+    the shorter ones span, which holds for all views but those of `expand`, `unfold` and `as_strided`.
+    """
+    reach = 0
+    dimensions = zip(target.stride(), target.shape, strict=True)
+    for step, size in sorted((step, size) for step, size in dimensions if size != 1):
+        if size and step <= reach:
+            return True
+        reach += (size - 1) * step
+    return False
 
 
 def _unusual(tensor: torch.Tensor, layouts: Layouts) -> str | None:
@@ -345,12 +361,47 @@ def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: P
         elif pair.target.nbytes:
             direct[pair.number] = pair.target
             requests.append((pair.number, pair.target.data_ptr(), pair.target.nbytes, where))
+    _try_copies(later, direct)
     read_batch(reader, compute, requests, progress)
     for target in direct.values():
         if not target.is_inference():
             torch.autograd.graph.increment_version(target)
     for pair in later:
         _copy(reader, pair, direct.get(pair.number), progress)
+
+
+def _try_copies(pairs: list[Pair], direct: dict[int, torch.Tensor]) -> None:
+    """Raises `MismatchError` for what PyTorch cannot copy, such as conjugated values of some dtypes,
+    before any tensor is touched.
+    """
+    import torch
+
+    tried = set()
+    for path, target, saved, number in pairs:
+        if number in direct and direct[number].data_ptr() == target.data_ptr():
+            continue
+        kind = (target.dtype, target.device, *_flags(target), *_flags(saved))
+        if kind in tried or not target.nbytes:
+            continue
+        tried.add(kind)
+        try:
+            values = _flagged(torch.empty(1, dtype=saved.dtype, device="cpu"), saved)
+            set_values(_flagged(torch.empty(1, dtype=target.dtype, device=target.device), target), values)
+        except RuntimeError as error:
+            what = f"`{path}` cannot be copied: load the file and copy it yourself ({error})"
+            raise MismatchError(what) from error
+
+
+def _flags(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
+
+
+def _flagged(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The stored values as those of a tensor that may be a conjugated or negated view."""
+    import torch
+
+    values = values.conj() if like.is_conj() else values
+    return torch._neg_view(values) if like.is_neg() else values
 
 
 def direct_place(pair: Pair, compute: Compute, places: Places) -> tuple[int, int] | None:
@@ -387,9 +438,7 @@ def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress
     values = torch.empty(0, dtype=saved.dtype, device="cpu").set_(
         storage, saved.storage_offset(), saved.shape, saved.stride()
     )
-    values = values.conj() if saved.is_conj() else values
-    values = torch._neg_view(values) if saved.is_neg() else values
-    set_values(target, values)
+    set_values(target, _flagged(values, saved))
     progress.advance(target.nbytes)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ._entries import numbers_of, texts_of
+from ._entries import metrics_and_tags, selected
 from ._errors import ConflictError, CorruptDataError, NotFoundError, S4Error, StorageError
 from ._pending import Guard, Pending, PendingFile
 from ._save import save
@@ -155,13 +155,14 @@ class RunnerClient:
         """
         if base:
             raise ValueError("base: the runner decides what is a delta")
+        numbers, texts = metrics_and_tags(metrics, tags)
         id = uuid.uuid4()
         path = Path(self._room()) / f"{id}.s4w"
         message = {
             "id": str(id),
             "step": step,
-            "metrics": numbers_of(metrics),
-            "tags": texts_of(tags),
+            "metrics": numbers,
+            "tags": texts,
         }
         handle = RunnerSave(self, step, id)
 
@@ -233,7 +234,7 @@ class RunnerClient:
         """
         wanted: dict[str, Any] = {"request": str(uuid.uuid4()), "timeout_ms": int(_POLL * 1000)}
         if step is not None:
-            wanted["id" if isinstance(step, str) else "step"] = step
+            wanted["id" if isinstance(step, str) else "step"] = selected(step)
         while "running" in (found := self._request("POST", "/v1/restore", wanted)):
             pass
         for problem in found["skipped"]:

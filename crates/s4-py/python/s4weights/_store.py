@@ -24,8 +24,7 @@ from ._entries import (
     check_numbers,
     checked_step,
     listed,
-    numbers_of,
-    texts_of,
+    metrics_and_tags,
 )
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
@@ -38,6 +37,7 @@ from ._save import Described, check_preset, describe, require_little_endian
 from ._sources import absolute
 from ._staging import Budget, Stage, StagedValues, check_stage, stage_values, streams_behind
 from ._storages import StorageWriter, copy_elsewhere
+from ._torch import require_torch
 from ._turn import Turn
 
 logger = logging.getLogger("s4weights")
@@ -329,8 +329,7 @@ class CheckpointStore(Catalog):
                 failed, too.
             S4Error: any other failure.
         """
-        import torch
-
+        torch = require_torch("save_checkpoint")
         require_little_endian()
         check_stage(stage, blocking)
         if torch.serialization._serialization_tls.skip_data:
@@ -384,7 +383,7 @@ class CheckpointStore(Catalog):
         pickle_protocol: int,
     ) -> CheckpointEntry | PendingSave:
         recorder = Recorder("save", self.url, step)
-        texts, numbers, words = dict(metadata or {}), numbers_of(metrics), texts_of(tags)
+        texts, (numbers, words) = dict(metadata or {}), metrics_and_tags(metrics, tags)
 
         def described(state: object, yields_gil: bool = False) -> tuple[StorageWriter, Described]:
             storages, about = describe(state, pickle_module, pickle_protocol, yields_gil)
@@ -582,6 +581,7 @@ class CheckpointStore(Catalog):
             CorruptDataError: the checkpoint, or one that it needs, is damaged.
             S4Error: any other failure.
         """
+        require_torch("load_checkpoint")
         require_little_endian()
         check_pickle_arguments("load_checkpoint", pickle_module, pickle_load_args)
         if fallback and step is not None:

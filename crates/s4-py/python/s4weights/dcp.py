@@ -25,7 +25,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
 import threading
 import uuid
@@ -54,7 +53,7 @@ from ._dcp_read import StoredTensors
 from ._dcp_stager import Stager, device_copies
 from ._dcp_wrapped import MARK, unwrap
 from ._device import HOST, Places
-from ._entries import CheckpointEntry, checked_step, numbers_of, texts_of
+from ._entries import CheckpointEntry, checked_step, metrics_and_tags
 from ._errors import ConflictError, NotFoundError, S4Error, UnsupportedFormatError
 from ._pending import Outside
 from ._progress import Progress, ProgressArgument
@@ -168,11 +167,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._place = Place(store, None if step is None else checked_step(step), options)
         self._overwrite = overwrite
         self._progress = progress
-        self._metrics = numbers_of(metrics)
-        for name, value in self._metrics.items():
-            if not math.isfinite(value):
-                raise ValueError(f"metrics: {name!r} is {value}, which is not finite")
-        self._tags = texts_of(tags)
+        self._metrics, self._tags = metrics_and_tags(metrics, tags)
         self._base = base
         self._part_of: str | None = None
         self._rank = 0
