@@ -9,7 +9,7 @@ use object_store::{ObjectMeta, PutPayload};
 use s4_format::Digest;
 use tokio::task::JoinSet;
 
-use crate::entry::{Op, Publish, Reference};
+use crate::entry::{MAX_ENTRY, Op, Publish, Reference};
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
 use crate::layout::{MAX_RANK_OBJECTS, Part, Parts};
@@ -47,6 +47,29 @@ pub struct About {
     pub metrics: BTreeMap<String, f64>,
     /// Words for people and tools.
     pub tags: BTreeMap<String, String>,
+}
+
+impl About {
+    /// Whether a log entry can hold this, as far as can be said before the upload.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if a metric is not finite; [`Error::Limit`] if metrics and tags are too long.
+    pub fn check(&self) -> Result<()> {
+        if let Some((name, value)) = self.metrics.iter().find(|(_, v)| !v.is_finite()) {
+            let what = format!("metric `{name}` is {value}: not a finite number");
+            return Err(Error::Argument(what));
+        }
+        let text = serde_json::to_vec(&(&self.metrics, &self.tags));
+        let bytes = text.map_err(|e| Error::Argument(e.to_string()))?.len();
+        if bytes as u64 > MAX_ENTRY {
+            let what = format!(
+                "metrics and tags of {bytes} bytes (a log entry has {MAX_ENTRY}): fewer or shorter ones \
+                 are needed"
+            );
+            return Err(Error::Limit(what));
+        }
+        Ok(())
+    }
 }
 
 /// A checkpoint being uploaded. Dropping it stops the uploads; a sweep deletes the uploaded
@@ -240,16 +263,18 @@ impl Attempt {
     /// those of the checkpoint's ancestors.
     ///
     /// # Errors
-    /// The failure of an upload; [`Error::Argument`] if a metric is not finite; [`Error::Missing`]
-    /// or [`Error::Corrupt`] if an object of the parent's chain is missing or has another size.
+    /// The failure of an upload; those of [`About::check`], after which the uploaded objects are deleted;
+    /// [`Error::Missing`] or [`Error::Corrupt`] if an object of the parent's chain is missing or has another size.
     pub async fn stage(mut self, blob: Bytes, about: About) -> Result<Staged> {
+        if let Err(error) = about.check() {
+            // It cannot be listed, so nothing of it need wait for a sweep.
+            if let Err(e) = self.abort().await {
+                tracing::debug!(error = %e, "a sweep will delete what was uploaded");
+            }
+            return Err(error);
+        }
         if let Some(parent) = about.parent {
             self.expect_parent(parent);
-        }
-        if let Some((name, value)) = about.metrics.iter().find(|(_, v)| !v.is_finite()) {
-            return Err(Error::Argument(format!(
-                "metric `{name}` is {value}: not a finite number"
-            )));
         }
         let objects = self.uploaded().await?;
         self.inner.reached("attempt.data").await;
@@ -348,7 +373,16 @@ impl Staged {
     pub async fn publish(self) -> Result<Checkpoint> {
         let op = Op::Publish(self.publish);
         let id = op.published();
-        let entry = self.inner.append(|_| Ok(Some(op.clone()))).await?;
+        let entry = match self.inner.append(|_| Ok(Some(op.clone()))).await {
+            Err(e @ Error::Limit(_)) => {
+                // Its entry was never written, and cannot be.
+                if let Some(id) = id {
+                    let _ = self.inner.delete_checkpoint(id).await;
+                }
+                return Err(e);
+            }
+            other => other?,
+        };
         let known = self.inner.known.lock().await;
         let listed = id.and_then(|id| known.state.get(id)).cloned();
         // Another writer may have retired it since, and this process may already have read that.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use s4_store::testing::{quick_options, toy};
-use s4_store::{CheckOptions, CheckpointId, Error, Place, Store, SweepOptions, Why};
+use s4_store::{About, CheckOptions, CheckpointId, Error, Place, Store, SweepOptions, Why};
 
 async fn with_three(folder: &Path) -> Store {
     let store = Store::create(&Place::folder(folder), quick_options()).await.unwrap();
@@ -93,6 +93,24 @@ async fn a_checkpoint_that_is_not_listed_is_not_passed_over() {
     store.retire(&[id], "").await.unwrap();
     let error = store.check(&only(id), None).await.unwrap_err();
     assert!(matches!(error, Error::NoCheckpoint { .. }), "{error}");
+}
+
+/// What is refused when it is staged or published leaves no objects for a sweep after the grace.
+#[tokio::test]
+async fn a_checkpoint_that_no_entry_can_hold_leaves_nothing() {
+    let temp = tempfile::tempdir().unwrap();
+    let store = with_three(temp.path()).await;
+    let metric = |x| About { metrics: [("loss".to_owned(), x)].into(), ..About::default() };
+    let tag = |n| About { tags: [("note".to_owned(), "x".repeat(n))].into(), ..About::default() };
+    // The last one is refused only when the entry is made, with all else that it holds.
+    for about in [metric(f64::NAN), metric(f64::INFINITY), tag(70_000), tag((64 << 10) - 100)] {
+        let mut attempt = store.begin().await.unwrap();
+        attempt.put("weights", vec![1; 100].into()).await.unwrap();
+        let error = attempt.publish(bytes::Bytes::new(), about).await.unwrap_err();
+        assert!(matches!(error, Error::Argument(_) | Error::Limit(_)), "{error}");
+        assert_eq!(std::fs::read_dir(temp.path().join("ck")).unwrap().count(), 3);
+    }
+    assert_eq!(store.list().await.unwrap().len(), 3);
 }
 
 #[tokio::test]

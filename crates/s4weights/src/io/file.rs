@@ -73,6 +73,26 @@ impl Mapping {
     }
 }
 
+/// Whether this process may write to a file, as the system would judge if it were opened: whose file it is counts, and
+/// root may write to any.
+fn check_writable(path: &Path, meta: &fs::Metadata) -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::fs::{Access, AtFlags, CWD, accessat};
+        use rustix::io::Errno;
+        match accessat(CWD, path, Access::WRITE_OK, AtFlags::EACCESS) {
+            Ok(()) => return Ok(()),
+            Err(e @ (Errno::ACCESS | Errno::PERM | Errno::ROFS)) => return Err(e.into()),
+            // An old kernel, or one that filters calls.
+            Err(_) => {}
+        }
+    }
+    match meta.permissions().readonly() {
+        true => Err(io::ErrorKind::PermissionDenied.into()),
+        false => Ok(()),
+    }
+}
+
 impl FileSink {
     pub(super) fn create(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
@@ -93,9 +113,9 @@ impl FileSink {
             let file = File::options().write(true).open(&path).map_err(|e| fail("create", e))?;
             return Ok(Self { out: Out::Direct(file), name, small: vec![] });
         }
-        // Refuses a read-only file now: renaming over it would succeed.
-        if existing.as_ref().is_some_and(|m| m.permissions().readonly()) {
-            return Err(fail("create", io::Error::from(io::ErrorKind::PermissionDenied)));
+        // Refuses a file that may not be written: renaming over it would succeed.
+        if let Some(meta) = &existing {
+            check_writable(&path, meta).map_err(|e| fail("create", e))?;
         }
         let file_name = path.file_name().ok_or_else(|| {
             fail("create", io::Error::new(io::ErrorKind::InvalidInput, "no file name"))
@@ -359,5 +379,24 @@ mod tests {
         assert!(!path.exists());
         sink.commit().unwrap();
         assert!(fs::read(&path).unwrap() == expected);
+    }
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_file_is_replaced_by_whoever_may_write_to_it() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, b"old").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o444)).unwrap();
+        // Root may, as when it opens the file.
+        let allowed = File::options().write(true).open(&path).is_ok();
+        match FileSink::create(&path) {
+            Ok(sink) => {
+                assert!(allowed);
+                Box::new(sink).commit().unwrap();
+                assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o444);
+            }
+            Err(e) => assert!(!allowed, "{e}"),
+        }
     }
 }
