@@ -53,8 +53,9 @@ def check(file: Path, saved: Path, missing: set[str] = frozenset()) -> None:  # 
 @pytest.mark.parametrize("make", [views, complex_views])
 def test_tensors_are_written_as_they_were_saved(tmp_path: Path, make: Any) -> None:
     saved, file, store = tmp_path / "a.s4w", tmp_path / "a.safetensors", str(tmp_path / "store")
-    s4weights.save(make(), saved, metadata={"run": "7"})
-    s4weights.save_checkpoint(make(), store, 1)
+    state = make()
+    s4weights.save(state, saved, metadata={"run": "7"})
+    s4weights.save_checkpoint(state, store, 1)
     out = run("decompress", str(saved), str(file))
     assert out.returncode == 0, out.stderr
     # The native program judges a tree, and PyTorch a pickle.
