@@ -369,17 +369,58 @@ def test_an_interrupted_save_of_a_file_holds_up_no_other(tmp_path: Path) -> None
 
 
 def test_a_background_save_that_is_given_up_ends_soon(server: SilentS3) -> None:
-    """While the call waits until the tensors are read, and the server takes nothing more."""
-    with open_store(server, staging_memory=0) as store:
+    """Even while the server does not answer."""
+    with open_store(server) as store:
         store.save_checkpoint({}, 1)
         server.fell_silent.clear()
         server.silent = lambda method, key: method == "PUT" and "/d-" in key
-        big = {str(n): torch.rand(1 << 20) for n in range(24)}
-        assert interrupted(server, lambda: save_in_background(store, big)) < 2
+        pending = store.save_checkpoint(STATE, 2, blocking=False)
+        assert server.fell_silent.wait(30)
+        start = time.monotonic()
+        pending._give_up()
+        assert time.monotonic() - start < 2 and pending.done()
         server.silent = lambda method, key: False
         assert [entry.step for entry in store.list()] == [1]
 
 
-def save_in_background(store: CheckpointStore, state: dict[str, Any]) -> None:
-    store.save_checkpoint(state, 2, blocking=False, stage="host")
-    raise AssertionError("the server was fast enough")
+@pytest.mark.parametrize("stage", ["auto", "host", "lazy"])
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_submission_to_a_runner_that_is_interrupted(
+    tmp_path: Path, stage: str, which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the thread of the file starts, and while that of the submission does."""
+    from s4weights._runner import RunnerClient
+
+    asked: list[str] = []
+
+    def request(client: object, method: str, path: str, message: object = None) -> dict[str, str]:
+        asked.append(f"{method} {path}")
+        return {"incoming": str(tmp_path)}
+
+    start, started = threading.Thread.start, 0
+
+    def interrupted_start(thread: threading.Thread) -> None:
+        nonlocal started
+        start(thread)
+        started += 1
+        if started == which:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RunnerClient, "_request", request)
+    how = background(stage)
+    with CheckpointStore(tmp_path / "store", runner="unix:///socket") as store:
+        changed = values(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", interrupted_start)
+            with pytest.raises(KeyboardInterrupt):
+                store.save_checkpoint(changed, 1, **how)
+        for tensor in changed.values():
+            tensor.fill_(-1)
+        count = len(asked)
+        save_threads_end()
+        assert len(asked) == count
+        for file in tmp_path.glob("*.s4w"):
+            assert numbers(s4weights.load(file)) == {1.0}
+        given: Any = store.save_checkpoint(values(2), 2, **how)
+        given._submission.wait(30)
+        assert asked[-1] == "POST /v1/submissions"

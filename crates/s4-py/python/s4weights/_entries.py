@@ -146,7 +146,7 @@ def texts_of(tags: Mapping[str, str] | None) -> dict[str, str]:
     return {str(name): str(text) for name, text in (tags or {}).items()}
 
 
-def metrics_and_tags(
+def labels_of(
     metrics: Mapping[str, float] | None, tags: Mapping[str, str] | None
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Metrics and tags as they are stored. Raises if the store would refuse them, which it does only

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ._entries import metrics_and_tags, selected
+from ._entries import labels_of, selected
 from ._errors import ConflictError, CorruptDataError, NotFoundError, S4Error, StorageError
 from ._pending import Guard, Pending, PendingFile
 from ._save import save
@@ -155,7 +155,7 @@ class RunnerClient:
         """
         if base:
             raise ValueError("base: the runner decides what is a delta")
-        numbers, texts = metrics_and_tags(metrics, tags)
+        numbers, texts = labels_of(metrics, tags)
         id = uuid.uuid4()
         path = Path(self._room()) / f"{id}.s4w"
         message = {

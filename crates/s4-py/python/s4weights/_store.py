@@ -18,14 +18,7 @@ from typing import Any, Literal, overload
 from . import _core, _live
 from ._catalog import Catalog
 from ._device import Compute, free_pinned_memory
-from ._entries import (
-    CheckpointEntry,
-    Retention,
-    check_numbers,
-    checked_step,
-    listed,
-    metrics_and_tags,
-)
+from ._entries import CheckpointEntry, Retention, check_numbers, checked_step, labels_of, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
 from ._load import load as read_file
@@ -345,27 +338,31 @@ class CheckpointStore(Catalog):
 
         main = threading.current_thread() is threading.main_thread() and not self._turn.is_mine()
         try:
-            self._saving_here |= main
-            with self._turn.take():
-                self._settle()
-                if self.runner is None:
-                    return self._save(
-                        *(begin, state, step, metrics, tags, blocking, base, stage, progress),
-                        *(metadata, pickle_module, pickle_protocol),
-                    )
-                how = {**self._arguments, "stage": stage, "progress": progress, "metadata": metadata}
-                how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
-                run: Callable[..., Any] = self.runner.save
-                return run(begin, state, step, metrics, tags, blocking, base, how)  # type: ignore[no-any-return]
+            try:
+                if main:
+                    self._saving_here = True
+                with self._turn.take():
+                    self._settle()
+                    if self.runner is None:
+                        return self._save(
+                            *(begin, state, step, metrics, tags, blocking, base, stage, progress),
+                            *(metadata, pickle_module, pickle_protocol),
+                        )
+                    how = {**self._arguments, "stage": stage, "progress": progress}
+                    how |= {"metadata": metadata}
+                    how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
+                    save: Callable[..., Any] = self.runner.save
+                    given = save(begin, state, step, metrics, tags, blocking, base, how)
+                    return given  # type: ignore[no-any-return]
+            finally:
+                if main:
+                    self._saving_here = False
+                    if self._after_save is not None:
+                        self._after_save()
         except BaseException:
             for pending in begun:
                 pending._give_up()
             raise
-        finally:
-            if main:
-                self._saving_here = False
-                if self._after_save is not None:
-                    self._after_save()
 
     def _save(
         self,
@@ -383,7 +380,7 @@ class CheckpointStore(Catalog):
         pickle_protocol: int,
     ) -> CheckpointEntry | PendingSave:
         recorder = Recorder("save", self.url, step)
-        texts, (numbers, words) = dict(metadata or {}), metrics_and_tags(metrics, tags)
+        texts, (numbers, words) = dict(metadata or {}), labels_of(metrics, tags)
 
         def described(state: object, yields_gil: bool = False) -> tuple[StorageWriter, Described]:
             storages, about = describe(state, pickle_module, pickle_protocol, yields_gil)

@@ -53,7 +53,7 @@ from ._dcp_read import StoredTensors
 from ._dcp_stager import Stager, device_copies
 from ._dcp_wrapped import MARK, unwrap
 from ._device import HOST, Places
-from ._entries import CheckpointEntry, checked_step, metrics_and_tags
+from ._entries import CheckpointEntry, checked_step, labels_of
 from ._errors import ConflictError, NotFoundError, S4Error, UnsupportedFormatError
 from ._pending import Outside
 from ._progress import Progress, ProgressArgument
@@ -167,7 +167,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._place = Place(store, None if step is None else checked_step(step), options)
         self._overwrite = overwrite
         self._progress = progress
-        self._metrics, self._tags = metrics_and_tags(metrics, tags)
+        self._metrics, self._tags = labels_of(metrics, tags)
         self._base = base
         self._part_of: str | None = None
         self._rank = 0
