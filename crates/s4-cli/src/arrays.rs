@@ -101,6 +101,10 @@ impl Arrays {
 
     fn of_tree(&mut self, stored: &[TensorInfo<'_>], input: &str, text: &str) -> Result<()> {
         let tree = Tree::parse(text).map_err(|what| damaged(input, &what))?;
+        if tree.is_cut {
+            let what = "the names of its tensors are longer than a .safetensors file can hold";
+            return Err(Failure::Unsupported(format!("{input}: {what}")));
+        }
         let most: u64 = stored.iter().map(|t| t.bytes).sum();
         let mut written = 0_u64;
         let mut first: HashMap<Place, usize> = HashMap::new();
@@ -242,20 +246,21 @@ impl Array {
         let outer = self.sizes.len() - self.adjacent();
         let run = self.run().unwrap_or(1);
         let size = |n: u64| usize::try_from(n).unwrap_or(usize::MAX);
-        let steps: Vec<_> = self.stride[..outer].iter().map(|s| size(s * self.item)).collect();
-        let sizes: Vec<_> = self.sizes[..outer].iter().map(|n| size(*n)).collect();
-        let mut index = vec![0; outer];
+        // A dimension of size 1 may have any stride, also one that no memory has.
+        let outer = self.sizes[..outer].iter().zip(&self.stride).filter(|(n, _)| **n > 1);
+        let outer: Vec<_> = outer.map(|(n, step)| (size(*n), size(step * self.item))).collect();
+        let mut index = vec![0; outer.len()];
         let mut at = 0;
         for part in to.chunks_exact_mut(run) {
             part.copy_from_slice(&from[at..at + run]);
-            for d in (0..outer).rev() {
-                index[d] += 1;
-                at += steps[d];
-                if index[d] < sizes[d] {
+            for (index, (size, step)) in index.iter_mut().zip(&outer).rev() {
+                *index += 1;
+                at += step;
+                if *index < *size {
                     break;
                 }
-                at -= steps[d] * sizes[d];
-                index[d] = 0;
+                at -= step * size;
+                *index = 0;
             }
         }
     }

@@ -11,6 +11,10 @@ const MAX_LABEL: usize = 4096;
 const MAX_DEPTH: usize = 3;
 const MAX_PARTS: usize = 16;
 
+/// The most bytes of all names: the header of a .safetensors file has at most 100 MB. Tensors below one long key
+/// all repeat it.
+const MAX_NAMES: usize = 100_000_000;
+
 /// Attributes of an ordered dict whose entries have paths as if they were entries of the dict.
 const INLINE: [&str; 3] = ["_parameters", "_buffers", "_modules"];
 
@@ -29,11 +33,15 @@ pub(crate) struct Place {
 pub(crate) struct Tree {
     /// Every tensor, by its key path, in the order of the object. No two have the same name.
     pub(crate) tensors: Vec<(String, Place)>,
+    /// Whether tensors are missing because all names together would be longer than [`MAX_NAMES`].
+    pub(crate) is_cut: bool,
     /// How many values are not tensors.
     pub(crate) values: usize,
     /// The tensor nodes so far, to which others refer by number.
     nodes: Vec<Place>,
     names: Names,
+    /// Bytes of all names.
+    length: usize,
 }
 
 impl Tree {
@@ -117,8 +125,12 @@ impl Tree {
     }
 
     fn add(&mut self, path: &str, place: Place) {
-        let name = self.names.unique(path);
-        self.tensors.push((name, place));
+        self.length = self.length.saturating_add(path.len());
+        self.is_cut |= self.length > MAX_NAMES;
+        if !self.is_cut {
+            let name = self.names.unique(path);
+            self.tensors.push((name, place));
+        }
     }
 }
 
@@ -293,6 +305,14 @@ mod tests {
         ] {
             assert!(Tree::parse(&format!("{{\"root\":{bad}}}")).is_err(), "{bad}");
         }
+    }
+
+    #[test]
+    fn one_long_key_over_many_tensors_takes_little_memory() {
+        let items = vec!["{\"tensor\":0}"; 20_000].join(",");
+        let tree = parse(&format!("{{\"dict\":[[\"{}\",[{items}]]]}}", "x".repeat(10_000)));
+        assert!(tree.is_cut && tree.tensors.len() < 10_000);
+        assert!(!parse(&format!("[{items}]")).is_cut);
     }
 
     #[test]
