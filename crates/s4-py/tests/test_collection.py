@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -35,8 +36,9 @@ def test_who_has_it_off_keeps_it_off() -> None:
     assert without_collection(gc.isenabled) is False and not gc.isenabled()
 
 
-@pytest.mark.parametrize("first_ends_first", [True, False])
-def test_threads_that_overlap(first_ends_first: bool) -> None:
+@contextlib.contextmanager
+def suspended_elsewhere() -> Iterator[Callable[[], None]]:
+    """Another thread has it suspended until the end, or until the given function is called."""
     inside, go_on = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -47,14 +49,18 @@ def test_threads_that_overlap(first_ends_first: bool) -> None:
     thread.start()
     inside.wait(30)
 
-    def within() -> None:
-        if first_ends_first:
-            go_on.set()
-            thread.join()
+    def end() -> None:
+        go_on.set()
+        thread.join()
 
-    without_collection(within)
-    go_on.set()
-    thread.join()
+    yield end
+    end()
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_threads_that_overlap(first_ends_first: bool) -> None:
+    with suspended_elsewhere() as end:
+        without_collection(end if first_ends_first else lambda: None)
     assert gc.isenabled()
 
 
@@ -89,19 +95,9 @@ def test_an_interrupted_load() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_while_another_thread_has_it_suspended() -> None:
-    inside, go_on = threading.Event(), threading.Event()
-
-    def work() -> None:
-        inside.set()
-        go_on.wait(30)
-
-    thread = threading.Thread(target=without_collection, args=(work,))
-    thread.start()
-    inside.wait(30)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if gc.isenabled() else 1)
-    status = os.waitpid(child, 0)[1]
-    go_on.set()
-    thread.join()
+    with suspended_elsewhere():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.isenabled() else 1)
+        status = os.waitpid(child, 0)[1]
     assert status == 0 and gc.isenabled()

@@ -337,11 +337,7 @@ def _decompress(line: _Line) -> str:
 
 def _restore(line: _Line) -> str:
     """`store restore STORE CHECKPOINT FILE.pt`."""
-    usage = "s4w store restore [-o KEY=VALUE]... [--force] STORE CHECKPOINT FILE.pt"
-    line.require(5, usage, "--option")
-    choice, target = _choice(line, usage), line.names[4]
-    _check_output(None, target, line)
-    _require_folder(target)
+    choice, target = _restored(line, "FILE.pt")
     from ._cli_torch import write_file
 
     with _chosen(line, *choice) as (store, entry, reader):
@@ -368,11 +364,7 @@ def _restore(line: _Line) -> str:
 
 def _restore_arrays(line: _Line) -> str:
     """`store restore STORE CHECKPOINT FILE.safetensors` of a pickled object."""
-    usage = "s4w store restore [-o KEY=VALUE]... [--force] STORE CHECKPOINT FILE.safetensors"
-    line.require(5, usage, "--option")
-    choice, target = _choice(line, usage), line.names[4]
-    _check_output(None, target, line)
-    _require_folder(target)
+    choice, target = _restored(line, "FILE.safetensors")
     with _chosen(line, *choice) as (store, entry, reader):
         return _write_arrays(reader, f"{store.url}: step {entry.step}", target)
 
@@ -401,6 +393,16 @@ def _write_arrays(reader: _core.Reader, where: str, target: str) -> str:
         stacklevel=1,
     )
     return f"{target}: {number} tensor{'' if number == 1 else 's'}"
+
+
+def _restored(line: _Line, file: str) -> tuple[tuple[dict[str, str], int | str | None], str]:
+    """What `store restore` restores, as `_choice` has it, and the file that it becomes."""
+    usage = f"s4w store restore [-o KEY=VALUE]... [--force] STORE CHECKPOINT {file}"
+    line.require(5, usage, "--option")
+    choice, target = _choice(line, usage), line.names[4]
+    _check_output(None, target, line)
+    _require_folder(target)
+    return choice, target
 
 
 def _choice(line: _Line, usage: str) -> tuple[dict[str, str], int | str | None]:
