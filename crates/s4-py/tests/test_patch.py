@@ -65,6 +65,12 @@ def test_our_save_in_the_place_of_pytorchs(tmp_path, monkeypatch):
     assert_identical(pickle.loads(pickled), state())
 
 
+def test_our_save_called_through_pytorch(tmp_path):
+    """It was asked for by name, whoever passes the call on."""
+    torch.no_grad()(s4weights.save)(state(), tmp_path / "a")
+    assert is_s4w(tmp_path / "a")
+
+
 def test_patches_nest_and_are_taken_back_in_turn(tmp_path):
     before = torch.save
     s4weights.patch()

@@ -158,9 +158,10 @@ def save(
     compute = Compute(device, gpu_scratch, pinned_memory)
     require_little_endian()
     skips_data = torch.serialization._serialization_tls.skip_data
-    if is_called_by_torch() or (skips_data and torch.save is not torch.serialization.save):
-        # `torch.save` is replaced. Parts of PyTorch's formats, and files without data, to be filled
-        # later, exist only in its own.
+    is_replaced = torch.save is not torch.serialization.save
+    if is_replaced and (skips_data or is_called_by_torch()):
+        # Parts of PyTorch's formats, and files without data, to be filled later, exist only in its
+        # own.
         form = (_use_new_zipfile_serialization, _disable_byteorder_record)
         nothing: dict[str, Any] = call_original(
             "save", obj, f, pickle_module, pickle_protocol, *form
