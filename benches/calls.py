@@ -2,9 +2,11 @@
 
     python benches/calls.py --data testdata [--mb 256] [--tensors 20000] [--repeat 5] [--out FOLDER]
 
-There are two states. The large one repeats the data's tensors under new names up to the requested
+There are three states. The large one repeats the data's tensors under new names up to the requested
 size. Each repetition changes the low bits of the mantissas, which are noise (exact copies would be
-stored as such). The other has many small tensors. Files and stores are in a memory file system if
+stored as such). The second has as many bytes, in 60 tensors of a mixed-precision training: bf16
+weights, which are rounded copies, fp32 weights and the moments of AdamW. The third has many small
+tensors. Files and stores are in a memory file system if
 there is one. Other tools are measured beside ours: torch, safetensors (whose tensors are a mapped
 file until they are read, so every page is touched), ZipNN on buffers, and a clone of the state,
 which only fills new memory. The best of several runs counts, and what comes back is compared with
@@ -28,6 +30,7 @@ import safetensors.torch
 import torch
 from peer_files import MEMORY_FILES, same
 from peers import processor
+from staging import make_state
 
 import s4weights
 
@@ -68,6 +71,15 @@ def with_other_noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.
     dtype, bits = integers
     noise = torch.randint(1 << bits, tensor.shape, dtype=dtype, generator=generator)
     return (tensor.view(dtype) ^ noise).view(tensor.dtype)
+
+
+def training_state(nbytes: int) -> State:
+    """bf16 weights, fp32 weights and moments after some steps of AdamW, in 60 tensors."""
+    state = make_state(nbytes / 1e9, 60, "cpu")
+    out = dict(state["model"])
+    for i, slot in state["optimizer"]["state"].items():
+        out |= {f"optimizer.{i}.{name}": tensor for name, tensor in slot.items()}
+    return out
 
 
 def small_state(count: int) -> State:
@@ -271,8 +283,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of *.safetensors files")
     parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument("--mb", type=int, default=256, help="size of the large state")
-    parser.add_argument("--tensors", type=int, default=20_000, help="tensors of the other one")
+    parser.add_argument("--mb", type=int, default=256, help="size of the large states")
+    parser.add_argument("--tensors", type=int, default=20_000, help="tensors of the last one")
     parser.add_argument("--repeat", type=int, default=5, help="runs; the best counts")
     parser.add_argument("--threads", type=int, nargs="*", help="1, 2 and all, unless told")
     args = parser.parse_args()
@@ -290,7 +302,8 @@ def main() -> None:
         "states": [],
     }
     place = MEMORY_FILES if MEMORY_FILES.is_dir() else None
-    for state in (large_state(files, args.mb << 20), small_state(args.tensors)):
+    nbytes = args.mb << 20
+    for state in (large_state(files, nbytes), training_state(nbytes), small_state(args.tensors)):
         nbytes = sum(tensor.nbytes for tensor in state.values())
         print(f"{len(state)} tensors, {nbytes / 1e6:.0f} MB", flush=True)
         with tempfile.TemporaryDirectory(dir=place) as folder:
