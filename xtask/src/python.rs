@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::proc;
@@ -11,6 +12,13 @@ use crate::proc;
 /// The interpreters to try, in this order, after the one that `$PYTHON` names.
 const CANDIDATES: [&str; 7] =
     ["python3", "python", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"];
+
+/// The pip that installs everything else: those that come with Python before 3.14 start a download of
+/// hundreds of megabytes again from its beginning, or give up, when the connection breaks.
+const PIP: &str = "pip==26.1.2";
+
+/// How long one installation may take, and how often it is tried.
+const INSTALLATION: (Duration, u32) = (Duration::from_mins(20), 3);
 
 /// Succeeds on an interpreter that this project supports.
 const PROBE: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
@@ -205,6 +213,7 @@ impl Venv {
             let mut make = proc::command(root, find(root)?);
             make.args(["-m", "venv", "--clear", name]);
             proc::run(&mut make)?;
+            venv.pip(&[PIP])?;
         }
         Ok(venv)
     }
@@ -227,7 +236,10 @@ impl Venv {
         pip.arg("--no-cache-dir").args(args);
         // Keeps DeepSpeed from compiling for hours.
         pip.env("DS_BUILD_OPS", "0");
-        proc::run(&mut pip)
+        // A break of the network is not a failed test.
+        pip.args(["--retries", "10"]);
+        let (limit, tries) = INSTALLATION;
+        proc::run_within(&mut pip, limit, tries)
     }
 
     fn site_packages(&self) -> Result<PathBuf> {
