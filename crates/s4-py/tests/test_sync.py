@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
+import json
 import logging
+import socket
 import subprocess
 import sys
 import threading
@@ -358,12 +361,27 @@ def test_what_is_published_stays_published_if_nobody_can_be_told(
         assert [entry.step for entry in server.entries(None, 1.0)] == [1, 2]
 
 
+#: What a publisher answers, if ids were other texts.
+LISTED = json.dumps(
+    [
+        {
+            "step": 0, "id": "i d", "bytes": 1234, "raw_bytes": 9, "kind": "base", "parent": None,
+            "since_base": 0, "metrics": {}, "tags": {}, "pinned": False, "time": 0.0,
+        }
+    ]
+).encode()  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("length", "body", "message"),
     [
         (1 << 50, b"[", "an answer of 1125899906842624 bytes"),
         (2, b"{}", "not a list of checkpoints"),
         (4, b"[{}]", "not a list of checkpoints"),
+        (len(LISTED), LISTED.replace(b"1234", b"null"), "not a list of checkpoints"),
+        (len(LISTED) - 1, LISTED.replace(b"1234", b"-12"), "not a list of checkpoints"),
+        (len(LISTED) + 1, LISTED.replace(b'"i d"', b"[1234]"), "not a list of checkpoints"),
+        (100_000, b"[" * 100_000, "not a list of checkpoints"),
         (None, b"[]", "an answer of None bytes"),
     ],
 )
@@ -397,11 +415,58 @@ def test_a_publisher_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
         update(subscriber)
     with pytest.raises(s4weights.StorageError, match="does not answer"):
         subscriber.apply_delta()
-    # A publisher that takes its place goes on where the first one stopped.
+    # A publisher that takes its place serves what is stored, and goes on where the first one stopped.
     with Publisher(tmp_path / "w", listen=listen) as publisher:
+        late = {"w": torch.zeros(5000)}
+        assert update(Subscriber(listen, late)).step == 1
+        assert torch.equal(late["w"], trainer["w"])
         trainer["w"][7] += 1
         assert publisher.publish_delta(trainer, 2).kind == "delta"
         assert update(subscriber).deltas == 1 and torch.equal(weights["w"], trainer["w"])
+
+
+def test_a_silent_publisher_is_given_up_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        subscriber = Subscriber(address, {"w": torch.zeros(3)}, timeout=0.5)
+        start = time.monotonic()
+        with pytest.raises(s4weights.StorageError, match="does not answer") as caught:
+            subscriber.apply_delta(wait=0.5)
+        assert caught.value.errno == errno.ETIMEDOUT
+        assert time.monotonic() - start < 10
+
+
+def test_whoever_waited_for_a_publication_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, weights = {"w": torch.randn(100)}, {"w": torch.zeros(100)}
+    with (
+        Publisher("memory:", listen="tcp://127.0.0.1:0") as publisher,
+        Subscriber(publisher.address or "", weights) as subscriber,
+    ):
+        server = publisher._server
+        assert server is not None
+        refresh = server.refresh
+
+        def slow() -> None:
+            time.sleep(0.2)
+            refresh()
+
+        monkeypatch.setattr(server, "refresh", slow)
+        for step in range(3):
+            trainer["w"][step] += 1
+            publisher.publish_delta(trainer, step, blocking=False).wait()
+            assert update(subscriber).step == step and torch.equal(weights["w"], trainer["w"])
+
+
+def test_a_store_outlives_its_publisher(tmp_path: Path) -> None:
+    with s4weights.CheckpointStore(tmp_path, max_chain=4, max_hops=3) as store:
+        with Publisher(store, listen="tcp://127.0.0.1:0") as publisher:
+            publisher.publish_delta({"w": torch.ones(9)}, 0)
+            server = publisher._server
+            # What is saved without the publisher is served as well.
+            store.save_checkpoint({"w": torch.ones(9)}, 1)
+            assert server is not None and [e.step for e in server.entries(None, 0)] == [0, 1]
+        store.save_checkpoint({"w": torch.ones(9)}, 2)
+        assert not store._on_saved and [e.step for e in server.entries(None, 0)] == [0, 1]
 
 
 def test_a_trainer_and_two_samplers_as_processes() -> None:

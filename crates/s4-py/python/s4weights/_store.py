@@ -194,6 +194,7 @@ class CheckpointStore(Catalog):
         self._saving_here = False
         self._used_devices = False
         self._after_save: Callable[[], object] | None = None
+        self._on_saved: list[Callable[[CheckpointEntry], object]] = []
         _stores.add(self)
 
     def __repr__(self) -> str:
@@ -531,6 +532,8 @@ class CheckpointStore(Catalog):
                 self._retain(self.retention)
             except Exception as error:  # The checkpoint is safe; the next save tries again.
                 logger.warning("%s: retention failed: %s", self.url, error)
+        for tell in self._on_saved:
+            tell(entry)
         return entry
 
     def _watch(self, tracker: Progress, pending: PendingSave | None = None) -> _core.Progress:

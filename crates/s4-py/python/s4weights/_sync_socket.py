@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from . import _core
 from ._entries import CheckpointEntry
@@ -247,6 +247,21 @@ def _plain(entry: CheckpointEntry) -> dict[str, Any]:
     return plain
 
 
+def _entry(item: Any) -> CheckpointEntry:
+    """The entry that `_plain` made this from.
+
+    Raises:
+        TypeError: it was not made so.
+    """
+    entry = CheckpointEntry(**item)
+    numbers = (entry.step, entry.bytes, entry.raw_bytes, entry.since_base)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("a number that is not one")
+    if not isinstance(entry.id, str) or not isinstance(entry.parent, str | None):
+        raise TypeError("an id that is not a text")
+    return entry
+
+
 class Client:
     """Requests checkpoints from a `Server`.
 
@@ -269,7 +284,7 @@ class Client:
         end = time.monotonic() + wait
         while True:
             now = min(max(end - time.monotonic(), 0.0), LONGEST_WAIT)
-            query = f"wait={now:.3f}" + ("" if after is None else f"&after={after}")
+            query = f"wait={now:.3f}" + ("" if after is None else f"&after={quote(after)}")
             _, body = self._get(f"/v1/checkpoints?{query}", _LIST_BYTES, now)
             found = self._parse(body)
             if (found and found[-1].id != after) or time.monotonic() >= end:
@@ -281,13 +296,13 @@ class Client:
             items = json.loads(body)
             if not isinstance(items, list):
                 raise TypeError("a list expected")
-            return [CheckpointEntry(**item) for item in items]
-        except (ValueError, TypeError) as error:
+            return [_entry(item) for item in items]
+        except (ValueError, TypeError, RecursionError) as error:
             raise CorruptDataError(f"{self.name}: not a list of checkpoints: {error}") from error
 
     def alone(self, entry: CheckpointEntry, most: int) -> _core.Reader:
         """A checkpoint without its parent. An answer of more than ``most`` bytes is an error."""
-        header, body = self._get(f"/v1/checkpoints/{entry.id}", most, 0.0)
+        header, body = self._get(f"/v1/checkpoints/{quote(entry.id)}", most, 0.0)
         try:
             sizes = [int(size) for size in (header or "").split(",")]
         except ValueError as error:
@@ -312,24 +327,24 @@ class Client:
     def _get(self, path: str, most: int, wait: float) -> tuple[str | None, bytes]:
         end = time.monotonic() + self._timeout
         while True:
+            silence = min(_SILENCE, max(end - time.monotonic(), _PAUSE))
             try:
-                return self._once(path, most, wait)
+                return self._once(path, most, silence + wait)
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, S4Error):
                     raise
                 if time.monotonic() + _PAUSE >= end:
-                    number = getattr(error, "errno", None) or errno.ECONNREFUSED
-                    what = f"the publisher does not answer: {error}"
-                    raise StorageError(number, what, self.name) from error
+                    what = f"the publisher does not answer: {error or type(error).__name__}"
+                    raise StorageError(_number(error), what, self.name) from error
             time.sleep(_PAUSE)
 
-    def _once(self, path: str, most: int, wait: float) -> tuple[str | None, bytes]:
+    def _once(self, path: str, most: int, silence: float) -> tuple[str | None, bytes]:
         connection: http.client.HTTPConnection
         if isinstance(self._place, str):
-            connection = UnixConnection(self._place, timeout=_SILENCE + wait)
+            connection = UnixConnection(self._place, timeout=silence)
         else:
             host, port = self._place
-            connection = http.client.HTTPConnection(host, port, timeout=_SILENCE + wait)
+            connection = http.client.HTTPConnection(host, port, timeout=silence)
         with contextlib.closing(connection):
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -347,3 +362,11 @@ class Client:
                 text = body[:500].decode("utf-8", "replace")
                 raise StorageError(errno.EIO, f"status {answer.status}: {text}", self.name)
             return answer.headers.get("S4-Sizes"), body
+
+
+def _number(error: Exception) -> int:
+    """The `errno` of a failed request."""
+    number = getattr(error, "errno", None)
+    if isinstance(number, int) and number > 0:  # Errors of name lookup have negative numbers.
+        return number
+    return errno.ETIMEDOUT if isinstance(error, TimeoutError) else errno.EIO

@@ -24,13 +24,13 @@ values, it starts from the chain's base.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
@@ -102,6 +102,7 @@ class Publisher:
             if store.runner is not None:
                 raise ValueError("store: it has a runner, which would decide what is a delta")
             self._store: CheckpointStore | None = store
+            store._on_saved.append(self._published)
         else:
             given = {"max_chain", "max_hops"} & options.keys()
             if options.get("runner") is not None:
@@ -123,10 +124,14 @@ class Publisher:
             if "parent_memory" in options:
                 self._open(0)
         self._lock = threading.Lock()
-        #: Whether a base was published in the background, and what it replaces is still stored.
+        #: Whether a base was published, and what it replaces is still stored.
         self._sweeps = False
         self._server: Server | None = None
+        #: The store as an earlier publisher left it, served until this one publishes.
+        self._earlier: CheckpointStore | None = None
         if listen is not None:
+            if self._store is None and not self._is_private:
+                self._earlier = self._read_only()
             self._server = Server(listen, self._entries, self._stored)
 
     @property
@@ -197,16 +202,10 @@ class Publisher:
                 self._sweep(store)
             if blocking:
                 entry: CheckpointEntry = store.save_checkpoint(tensors, step, **how)
-                self._published(store, entry)
                 self._sweep(store)
                 return entry
             pending: PendingSave = store.save_checkpoint(
                 tensors, step, blocking=False, stage=stage, **how
-            )
-            pending.committed.add_done_callback(
-                lambda done: (
-                    None if Future.exception(done) else self._published(store, done.result())
-                )
             )
             return pending
 
@@ -220,6 +219,11 @@ class Publisher:
         finally:
             if self._server is not None:
                 self._server.close()
+            if self._earlier is not None:
+                self._earlier.close()
+            if self._store is not None:
+                with contextlib.suppress(ValueError):  # It was removed already.
+                    self._store._on_saved.remove(self._published)
 
     def __enter__(self) -> Publisher:
         return self
@@ -232,25 +236,32 @@ class Publisher:
         if self._store is None:
             arguments = {"parent_memory": nbytes + _OVERHEAD, **self._arguments}
             self._store = CheckpointStore(self._url, **arguments)
+            self._store._on_saved.append(self._published)
         return self._store
 
+    def _read_only(self) -> CheckpointStore:
+        names = ("storage_options", "threads", "timeout", "allow_network_fs")
+        given = {name: self._arguments[name] for name in names if name in self._arguments}
+        return CheckpointStore(self._url, read_only=True, **given)
+
     def _entries(self) -> list[CheckpointEntry]:
-        return [] if self._store is None else self._store.list()
+        store = self._store or self._earlier
+        return [] if store is None else store.list()
 
     def _stored(self, id: str) -> tuple[bytes, Sequence[bytes]]:
-        assert self._store is not None
-        return self._store._open("open").stored_bytes(id)
+        store = self._store or self._earlier
+        assert store is not None
+        return store._open("open").stored_bytes(id)
 
-    def _published(self, store: CheckpointStore, entry: CheckpointEntry) -> None:
+    def _published(self, entry: CheckpointEntry) -> None:
+        """Called by the store, before the save that made this entry is known to have ended."""
         try:
             if self._is_private and entry.kind == "base":
                 self._sweeps = True
             if self._server is not None:
                 self._server.refresh()
-        except S4Error as error:  # It is published; subscribers see it with the next step.
-            logger.warning(
-                "%s: subscribers were not told of step %d: %s", store.url, entry.step, error
-            )
+        except Exception as error:  # It is published; subscribers see it with the next step.
+            logger.warning("subscribers were not told of step %d: %s", entry.step, error)
 
     def _sweep(self, store: CheckpointStore) -> None:
         """Deletes what a base has replaced; called with the lock, while no save is running."""
