@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +87,25 @@ def test_named_tuples_and_objects_hold_copies_of_the_same_tensors() -> None:
     assert torch.equal(staged["pair"].doubled, linear.weight * 2)
     assert staged["object"].weight is staged["w"][0] is staged["w"][1]
     assert staged["w"][0].data_ptr() != weight.data_ptr()
+
+
+def test_dicts_of_other_types_keep_them() -> None:
+    weight = torch.randn(4, 3)
+    counts = Counter(a=2)
+    state = {
+        "weight": weight,
+        # A tuple is one value for DCP, which pickles what it holds.
+        "seen": (counts, defaultdict(list, b=[weight])),
+        "ordered": OrderedDict(z=weight, a=1),
+    }
+    staged = Stager().stage(state)
+    seen, default = staged["seen"]
+    assert type(seen) is Counter and seen == counts and seen is not counts
+    assert type(default) is defaultdict and default["new"] == []
+    assert default["b"][0] is staged["weight"] is staged["ordered"]["z"]
+    assert type(staged["ordered"]) is OrderedDict
+    weight.zero_()
+    assert staged["weight"].abs().sum() > 0
 
 
 def test_memory_is_used_again_once_a_save_is_over() -> None:

@@ -119,6 +119,12 @@ def test_parts_are_those_of_the_tensor(path, name):
         ([0, 700], IndexError),
         ([[0, 1]], TypeError),
         (torch.tensor([[0, 1]]), TypeError),
+        (torch.tensor([[3]]), TypeError),
+        (np.array([3]).reshape(1, 1), TypeError),
+        (torch.tensor([1, 0], dtype=torch.uint8), TypeError),
+        (torch.tensor(1, dtype=torch.uint8), TypeError),
+        (torch.tensor([]), TypeError),
+        (np.array([]), TypeError),
         ([0.5], TypeError),
         (1.0, TypeError),
     ],
@@ -131,7 +137,9 @@ def test_other_indices_are_refused(path, index, error):
 def test_arrays_of_indices(path):
     tensor = state()["model"]["w"]
     with s4weights.open(path) as f:
-        for numbers in (torch.tensor([4, 1]), np.array([4, 1]), torch.tensor(3), np.int64(3)):
+        empty = torch.tensor([], dtype=torch.int32)
+        one = (torch.tensor(3), np.int64(3), np.array(3, np.int16))
+        for numbers in (torch.tensor([4, 1]), np.array([4, 1]), empty, *one):
             assert torch.equal(f.get_slice("model.w")[numbers], tensor[numbers])
 
 

@@ -325,7 +325,7 @@ class _Copier:
         if type(obj) in _ATOMIC:
             return obj
         items = _items(obj)
-        if items is None:
+        if items is None or (isinstance(obj, dict) and type(obj) not in (dict, OrderedDict)):
             # It may refer to tensors of the state. They are copied first, so that `deepcopy` finds
             # their copies in the memo.
             while self._tensors:
@@ -334,8 +334,7 @@ class _Copier:
                 self.copy(tensor)
             return copy.deepcopy(obj, self._memo)
         if isinstance(obj, dict):
-            kind = OrderedDict if type(obj) is OrderedDict else dict
-            return kind((key, self.copy(value)) for key, value in obj.items())
+            return type(obj)((key, self.copy(value)) for key, value in obj.items())
         made = [self.copy(item) for item in items]
         return type(obj)(*made) if _is_named(obj) else type(obj)(made)
 

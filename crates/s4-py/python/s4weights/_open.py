@@ -205,7 +205,7 @@ def _range_of(one: Any, size: int, dimension: int) -> tuple[tuple[int, int], Any
         if step <= 0:
             raise ValueError("step must be greater than zero")
         return (start, max(start, stop)), slice(None, None, step)
-    if isinstance(one, (list, range)) or getattr(one, "ndim", 0) == 1:
+    if isinstance(one, (list, range)) or (getattr(one, "ndim", 0) == 1 and _has_integers(one)):
         numbers = [_number(n, size, dimension) for n in one]
         first, last = min(numbers, default=0), max(numbers, default=-1)
         return (first, last + 1), [number - first for number in numbers]
@@ -213,13 +213,25 @@ def _range_of(one: Any, size: int, dimension: int) -> tuple[tuple[int, int], Any
     return (number, number + 1), 0
 
 
+def _has_integers(array: Any) -> bool:
+    """Whether an array's or a tensor's values are positions, in NumPy and in PyTorch."""
+    # PyTorch takes a tensor of uint8 for a mask.
+    return str(array.dtype).startswith(("int", "uint", "torch.int", "torch.uint")) and (
+        str(array.dtype) != "torch.uint8"
+    )
+
+
 def _number(one: Any, size: int, dimension: int) -> int:
+    is_array = hasattr(one, "dtype")
     try:
-        number = None if str(getattr(one, "dtype", type(one).__name__)).endswith("bool") else index(one)
+        fits = _has_integers(one) and not getattr(one, "ndim", 0) if is_array else not isinstance(one, bool)
+        number = index(one) if fits else None
     except TypeError:
         number = None
     if number is None:
-        what = f"integers, lists of them, slices, None and ... expected, not {type(one).__name__}"
+        kind = type(one).__name__
+        given = f"{kind} of {one.dtype} with shape {tuple(one.shape)}" if is_array else kind
+        what = f"integers, lists of them, slices, None and ... expected, not {given}"
         raise TypeError(what)
     if not -size <= number < size:
         where = f"dimension {dimension} with size {size}"
