@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import s4weights
+import s4weights.numpy
 from s4weights import Report
 from s4weights.dcp import StorageReader, StorageWriter
 from s4weights.sync import Publisher, Subscriber
@@ -60,7 +63,7 @@ def test_files(tmp_path: Path, reports: list[Report]) -> None:
     ]:
         check(report, stages)
         assert (report.target, report.step, report.rank, report.chain) == (str(path), None, None, 1)
-        assert report.stored_bytes == path.stat().st_size
+        assert report.stored_bytes == (None if report is part else path.stat().st_size)
     assert saved.raw_bytes == later.raw_bytes == loaded.raw_bytes == RAW
     assert part.raw_bytes == 50 * 100 * 2
     assert [r.action for r in reports] == ["save", "save", "load", "load"]
@@ -74,6 +77,56 @@ def test_files(tmp_path: Path, reports: list[Report]) -> None:
     with pytest.raises(s4weights.CorruptDataError) as failed:
         s4weights.load(path)
     assert reports[-1].error is failed.value and "failed after" in str(reports[-1])
+
+
+def test_tensors_filled_in_place(tmp_path: Path, reports: list[Report]) -> None:
+    path = tmp_path / "x.s4w"
+    s4weights.save(state(1), path)
+    s4weights.load_into(state(2), path)
+    s4weights.load_into({"half": state(2)["half"]}, path, strict=False)
+    for report in reports[1:]:
+        check(report, ["open", "read"])
+        assert (report.action, report.target, report.chain) == ("load", str(path), 1)
+    whole, part = reports[1:]
+    assert whole.raw_bytes == RAW and whole.stored_bytes == path.stat().st_size
+    assert part.raw_bytes == 50 * 100 * 2 and part.stored_bytes is None
+    with pytest.raises(s4weights.MismatchError) as differs:
+        s4weights.load_into({"half": state(2)["half"]}, path)
+    assert len(reports) == 4 and reports[-1].error is differs.value
+
+
+def test_arrays(tmp_path: Path, reports: list[Report]) -> None:
+    path = tmp_path / "x.s4w"
+    s4weights.numpy.save({"a": np.ones(50), "b": np.ones((5, 7))}, path)
+    s4weights.numpy.load(path)
+    s4weights.numpy.load(path, keys=["b"])
+    saved, loaded, part = reports
+    check(saved, ["encode", "publish"])
+    for report in (loaded, part):
+        check(report, ["open", "read"])
+    assert saved.action == "save" and saved.raw_bytes == loaded.raw_bytes == 680
+    assert saved.stored_bytes == loaded.stored_bytes == path.stat().st_size
+    assert part.raw_bytes == 280 and part.stored_bytes is None
+    with pytest.raises(s4weights.UnsupportedFormatError) as other:
+        s4weights.numpy.save({"a": object()}, path)
+    assert reports[-1].error is other.value
+
+
+def test_what_cannot_be_described_is_reported_once(tmp_path: Path, reports: list[Report]) -> None:
+    cannot = {"lock": threading.Lock(), "w": torch.ones(9)}
+    path = tmp_path / "x.s4w"
+    with s4weights.CheckpointStore(tmp_path / "store") as store:
+        for save in (
+            lambda: s4weights.save(cannot, path),
+            lambda: s4weights.save(cannot, path, blocking=False),
+            lambda: store.save_checkpoint(cannot, 1),
+            lambda: store.save_checkpoint(cannot, 2, blocking=False),
+            lambda: store.save_checkpoint(cannot, 3, blocking=False, stage="lazy").wait(),
+        ):
+            with pytest.raises(TypeError) as refused:
+                save()
+            assert (reports[-1].action, reports[-1].error) == ("save", refused.value)
+    assert [report.step for report in reports] == [None, None, 1, 2, 3]
 
 
 def test_checkpoints(tmp_path: Path, reports: list[Report]) -> None:

@@ -141,7 +141,7 @@ def read(
 ) -> Any:
     """Reads the object of an open file or checkpoint, or only the parts that ``keys`` name."""
     with recorder.watch():
-        recorder.look(source)
+        recorder.look(source, keys is None)
         with recorder.stage("read"):
             pickle_module = choose_unpickler(pickle_module, weights_only, pickle_load_args)
             pickle_load_args.setdefault("encoding", "utf-8")

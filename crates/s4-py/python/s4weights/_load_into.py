@@ -15,6 +15,7 @@ from ._errors import MismatchError
 from ._load import Layouts, layouts_of
 from ._names import join, tensors_by_path, walk_modules
 from ._progress import Progress, ProgressArgument
+from ._report import Recorder
 from ._save import require_little_endian
 from ._sources import FileLike, open_source, require_s4w
 from ._storages import covering_shape, fits, read_batch
@@ -91,16 +92,22 @@ def load_into(
     state_dict, f = _in_order(state_dict, f)
     compute = Compute(device, gpu_scratch)
     require_little_endian()
-    source = require_s4w(open_source(f, storage_options, threads))
-    targets, saved, pairs = without_collection(
-        lambda: _match(state_dict, source, strict, weights_only)
-    )
-    tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
-    try:
-        _fill(source, compute, pairs, tracker)
-        tracker.finish()
-    finally:
-        tracker.close()
+    recorder = Recorder("load", f)
+    with recorder.begin("open"):
+        source = require_s4w(open_source(f, storage_options, threads))
+        targets, saved, pairs = without_collection(
+            lambda: _match(state_dict, source, strict, weights_only)
+        )
+    with recorder.watch():
+        recorder.raw_bytes = sum(pair.target.nbytes for pair in pairs)
+        recorder.look(source, saved.keys() <= targets.keys())
+        tracker = Progress(progress, recorder.raw_bytes, "load")
+        try:
+            with recorder.stage("read"):
+                _fill(source, compute, pairs, tracker)
+            tracker.finish()
+        finally:
+            tracker.close()
     return IncompatibleKeys(
         [path for path in targets if path not in saved],
         [path for path in saved if path not in targets],

@@ -32,7 +32,7 @@ class Report:
         rank: with `torch.distributed.checkpoint`, the rank that this is about; otherwise ``None``.
         raw_bytes: bytes of the tensors' values.
         stored_bytes: what the values take in the file or store; for a delta that is loaded, without
-            its parent. ``None`` if it is not known.
+            its parent. ``None`` if it is not known, as when only a part is loaded.
         chain: for loads, the number of checkpoints in the chain; for ``"apply"``, how many were
             read; for saves of a file, 1. ``None`` if it is not known.
         stages: seconds of each stage, in order: ``"stage"`` (copies for a background save),
@@ -120,6 +120,7 @@ class Recorder:
         self.raw_bytes = 0
         self.stored_bytes: int | None = None
         self.chain: int | None = None
+        self._is_finished = False
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -136,16 +137,19 @@ class Recorder:
         """Adds stages that were measured elsewhere."""
         self._stages.update(stages)
 
-    def look(self, reader: _core.Reader) -> None:
-        """Takes the sizes from a reader, if anyone wants a report."""
+    def look(self, reader: _core.Reader, is_whole: bool = True) -> None:
+        """Takes the sizes from a reader, if anyone wants a report; ``is_whole`` says whether
+        everything is read.
+        """
         if wanted():
             said = json.loads(reader.inspect())
-            self.stored_bytes, self.chain = said["file_bytes"], said["chain"]
+            self.stored_bytes, self.chain = said["file_bytes"] if is_whole else None, said["chain"]
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Logs the report and passes it to all reporters."""
-        if not wanted():
+        """Logs the report and passes it to all reporters. Only the first call counts."""
+        if self._is_finished or not wanted():
             return
+        self._is_finished = True
         report = Report(
             self._action,
             self._target,
@@ -170,9 +174,14 @@ class Recorder:
     @contextlib.contextmanager
     def begin(self, name: str) -> Iterator[None]:
         """Measures a stage that is not the last. If it fails, that is reported."""
+        with self.failure(), self.stage(name):
+            yield
+
+    @contextlib.contextmanager
+    def failure(self) -> Iterator[None]:
+        """Wraps work that is not the last. If it fails, that is reported."""
         try:
-            with self.stage(name):
-                yield
+            yield
         except BaseException as error:
             self.finish(error)
             raise
@@ -180,11 +189,8 @@ class Recorder:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Wraps the rest of the work, and reports its end, successful or not."""
-        try:
+        with self.failure():
             yield
-        except BaseException as error:
-            self.finish(error)
-            raise
         self.finish()
 
 

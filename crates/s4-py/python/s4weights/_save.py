@@ -213,9 +213,8 @@ def save(
             def open_writer() -> _core.Writer:
                 try:
                     return new_writer(f, preset, threads, storage_options, roles)
-                except BaseException as error:
+                except BaseException:
                     tracker.close()
-                    recorder.finish(error)
                     raise
 
             writer = open_writer()
@@ -224,7 +223,7 @@ def save(
             pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
             try:
                 engine = storages.engine(compute)
-                with recorder.begin("stage"):
+                with recorder.stage("stage"):
                     values = stage_values(storages, engine, stage, HostBuffer(threads), budget)
             except BaseException:
                 writer.abort()
@@ -243,9 +242,10 @@ def save(
             pending._start(lambda: write(writer, write_values))
         pending._wait_returnable()
         return pending
-    except BaseException:
+    except BaseException as error:
         if turn.pending is not None:
             turn.pending._give_up()
+        recorder.finish(error)
         raise
     finally:
         if turn.pending is None:

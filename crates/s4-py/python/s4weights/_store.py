@@ -353,8 +353,7 @@ class CheckpointStore(Catalog):
                     how |= {"metadata": metadata}
                     how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
                     save: Callable[..., Any] = self.runner.save
-                    given = save(begin, state, step, metrics, tags, blocking, base, how)
-                    return given  # type: ignore[no-any-return]
+                    return save(begin, state, step, metrics, tags, blocking, base, how)  # type: ignore[no-any-return]
             finally:
                 if main:
                     self._saving_here = False
@@ -384,7 +383,8 @@ class CheckpointStore(Catalog):
         texts, (numbers, words) = dict(metadata or {}), labels_of(metrics, tags)
 
         def described(state: object, yields_gil: bool = False) -> tuple[StorageWriter, Described]:
-            storages, about = describe(state, pickle_module, pickle_protocol, yields_gil)
+            with recorder.failure():
+                storages, about = describe(state, pickle_module, pickle_protocol, yields_gil)
             recorder.raw_bytes = storages.nbytes()
             return storages, about
 

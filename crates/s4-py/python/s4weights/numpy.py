@@ -32,6 +32,7 @@ from ._errors import CorruptDataError, LimitError, UnsupportedFormatError
 from ._names import join, unique
 from ._open import File, Slice, name_of, ranges_of
 from ._progress import Progress, ProgressArgument
+from ._report import Recorder
 from ._save import InTurn, new_writer, require_little_endian
 from ._select import select
 from ._sources import FileLike, open_source, require_s4w
@@ -70,30 +71,35 @@ def save(
         S4Error: any other failure, as in `s4weights.save`.
     """
     require_little_endian()
-    arrays = _Arrays()
-    tree = _core.write_tree(obj, arrays.add)
-    if tree is None:
-        raise UnsupportedFormatError(
-            "only s4weights.save, with PyTorch, can keep such an object: a list or dict that occurs "
-            "twice, keys that are not plain, or more than a million values"
-        )
-    total = sum(source[4] for source in arrays.sources)
-    turn = InTurn(f)
-    with contextlib.closing(Progress(progress, total, "save")) as tracker, turn.lock:
-        try:
-            turn.begin()
-            writer = new_writer(f, preset, threads, storage_options, None)
+    recorder, turn = Recorder("save", f), InTurn(f)
+    with recorder.watch():
+        arrays = _Arrays()
+        tree = _core.write_tree(obj, arrays.add)
+        if tree is None:
+            raise UnsupportedFormatError(
+                "only s4weights.save, with PyTorch, can keep such an object: a list or dict that "
+                "occurs twice, keys that are not plain, or more than a million values"
+            )
+        total = recorder.raw_bytes = sum(source[4] for source in arrays.sources)
+        with contextlib.closing(Progress(progress, total, "save")) as tracker, turn.lock:
             try:
-                writer.write(arrays.sources, b"", tracker.native())
-                tracker.advance(total)
-                tracker.finish()
-                turn.wait()
-                report: dict[str, Any] = json.loads(writer.finish(tree, {}, dict(metadata or {})))
-            except BaseException:
-                writer.abort()
-                raise
-        finally:
-            turn.end()
+                turn.begin()
+                writer = new_writer(f, preset, threads, storage_options, None)
+                try:
+                    with recorder.stage("encode"):
+                        writer.write(arrays.sources, b"", tracker.native())
+                    tracker.advance(total)
+                    tracker.finish()
+                    turn.wait()
+                    with recorder.stage("publish"):
+                        done = writer.finish(tree, {}, dict(metadata or {}))
+                except BaseException:
+                    writer.abort()
+                    raise
+            finally:
+                turn.end()
+        report: dict[str, Any] = json.loads(done)
+        recorder.stored_bytes, recorder.chain = report["bytes_out"], 1
     return report
 
 
@@ -119,22 +125,30 @@ def load(
             one of its dtypes.
         S4Error: any other failure, as in `s4weights.load`.
     """
-    reader, infos = _open(f, threads, storage_options)
-    tree, wanted = reader.tree(), None
-    if keys is not None:
-        if tree is None:
-            raise UnsupportedFormatError("keys=: the file holds no object, but tensors by name")
-        tree, wanted = select(tree, keys)
-    total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
-    storages = _Storages(infos)
-    with contextlib.closing(Progress(progress, total, "load")) as tracker:
-        decoder = _Decoder(storages)
-        obj = without_collection(
-            lambda: decoder.tensors() if tree is None else decoder.decode(tree)
-        )
-        reader.read_into(storages.requests(), tracker.native(), True)
-        tracker.advance(total)
-        tracker.finish()
+    recorder = Recorder("load", f)
+    with recorder.begin("open"):
+        reader, infos = _open(f, threads, storage_options)
+    with recorder.watch():
+        recorder.look(reader, keys is None)
+        tree, wanted = reader.tree(), None
+        if keys is not None:
+            if tree is None:
+                raise UnsupportedFormatError("keys=: the file holds no object, but tensors by name")
+            tree, wanted = select(tree, keys)
+        total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
+        recorder.raw_bytes = total
+        storages = _Storages(infos)
+        with (
+            recorder.stage("read"),
+            contextlib.closing(Progress(progress, total, "load")) as tracker,
+        ):
+            decoder = _Decoder(storages)
+            obj = without_collection(
+                lambda: decoder.tensors() if tree is None else decoder.decode(tree)
+            )
+            reader.read_into(storages.requests(), tracker.native(), True)
+            tracker.advance(total)
+            tracker.finish()
     return obj
 
 
