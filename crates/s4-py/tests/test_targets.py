@@ -79,6 +79,31 @@ def test_options_mean_the_same_everywhere(tmp_path: Path) -> None:
         s4weights.CheckpointStore(tmp_path / "store", storage_options=slip).list()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"region": "x", "secret_access_key": b"hush"}, "secret_access_key: a string expected, not b"),
+        ({"region": None}, "region: a string expected, not NoneType"),
+        ({5: "hush"}, "5: a name expected"),
+        ([("region", "x")], "not a list"),
+    ],
+)
+def test_options_are_strings(tmp_path: Path, options: Any, message: str) -> None:
+    path = tmp_path / "a.s4w"
+    s4weights.save(OBJ, path)
+    uses: tuple[Callable[[], Any], ...] = (
+        lambda: s4weights.save(OBJ, path, storage_options=options),
+        lambda: s4weights.load(path, storage_options=options),
+        lambda: s4weights.open(path, storage_options=options),
+        lambda: s4weights.CheckpointStore(tmp_path / "store", storage_options=options),
+    )
+    for use in uses:
+        with pytest.raises(TypeError, match=f"storage_options: .*{message}") as caught:
+            use()
+        assert "hush" not in str(caught.value)
+    assert_identical(s4weights.load(path), OBJ)
+
+
 def test_paths(tmp_path: Path) -> None:
     for target in (tmp_path / "a.s4w", str(tmp_path / "b.s4w"), tmp_path / "ü ☃.pt"):
         s4weights.save(OBJ, target)

@@ -20,7 +20,7 @@ from ._nvcomp import load_nvcomp
 from ._pending import HostBuffer, PendingFile
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._sources import FileLike, check_threads, is_url, path_of_url
+from ._sources import FileLike, check_threads, checked_options, is_url, path_of_url
 from ._staging import Budget, Stage, check_stage, stage_values
 from ._storages import StorageWriter, write_sources
 from ._torch import OURS, call_original, is_called_by_torch, require_torch
@@ -388,7 +388,7 @@ def new_writer(
     check_threads(threads)
     if preset == "nvcomp":
         load_nvcomp()
-    options = dict(storage_options or {})
+    options = checked_options(storage_options)
     if is_url(f):
         return _core.Writer(None, str(f), None, preset, threads, options, roles)
     if isinstance(f, (str, os.PathLike)):

@@ -63,6 +63,22 @@ def check_threads(threads: object) -> None:
         raise ValueError(f"threads={threads!r}: an integer of 1 or more expected")
 
 
+def checked_options(storage_options: Mapping[str, str] | None) -> dict[str, str]:
+    """A copy of ``storage_options``. Whether an object store knows them is checked when it is opened."""
+    if storage_options is None:
+        return {}
+    if not isinstance(storage_options, Mapping):
+        kind = type(storage_options).__name__
+        raise TypeError(f"storage_options: names with their values expected, not a {kind}")
+    for name, value in storage_options.items():
+        if not isinstance(name, str):
+            raise TypeError(f"storage_options: {name!r}: a name expected")
+        # The value itself may be a secret.
+        if not isinstance(value, str):
+            raise TypeError(f"storage_options: {name}: a string expected, not {type(value).__name__}")
+    return dict(storage_options)
+
+
 def absolute(place: str | os.PathLike[str]) -> str:
     """A folder as an absolute path, so that the working directory may change; a URL as it is."""
     text = os.fspath(place)
@@ -85,7 +101,7 @@ def open_source(
     check_threads(threads)
     if trusted:
         load_nvcomp()
-    options = dict(storage_options or {})
+    options = checked_options(storage_options)
     if is_url(f):
         path = path_of_url(str(f))
         if path is None:

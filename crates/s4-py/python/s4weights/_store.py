@@ -27,7 +27,7 @@ from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._runner import RunnerClient
 from ._save import Described, check_preset, describe, require_little_endian
-from ._sources import absolute
+from ._sources import absolute, checked_options
 from ._staging import Budget, Stage, StagedValues, check_stage, stage_values, streams_behind
 from ._storages import StorageWriter, copy_elsewhere
 from ._torch import require_torch
@@ -127,13 +127,14 @@ class CheckpointStore(Catalog):
         runner: str | None = None,
     ) -> None:
         self.url = absolute(url)
+        options = checked_options(storage_options)
         # The arguments from which a copy is made.
         self._arguments: dict[str, Any] = {
             "url": self.url,
             "max_chain": max_chain,
             "max_hops": max_hops,
             "preset": preset,
-            "storage_options": None if storage_options is None else dict(storage_options),
+            "storage_options": None if storage_options is None else options,
             "threads": threads,
             "parent_memory": parent_memory,
             "bandwidth": bandwidth,
@@ -163,7 +164,6 @@ class CheckpointStore(Catalog):
         if writers not in ("many", "single"):
             raise ValueError(f"writers={writers!r}: 'many' or 'single' expected")
         self._read_only = read_only
-        options = dict(storage_options or {})
         self._connect: Callable[[str], _core.Store] = lambda mode: _core.Store(
             self.url,
             "open_read_only" if read_only else mode,
