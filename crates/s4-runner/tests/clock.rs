@@ -9,9 +9,9 @@ mod common;
 
 use std::fs;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use common::{Daemon, LONG, Setup};
+use common::{Daemon, Setup};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -108,11 +108,7 @@ fn a_clock_that_is_set_by_a_day_delays_and_loses_nothing() {
             assert!(took < 120_000, "{offset}: {done}");
         }
         steps.extend([10 * (n as u64 + 1), 10 * (n as u64 + 1) + 1]);
-        let end = Instant::now() + LONG;
-        while daemon.get("/readyz").status != 200 {
-            assert!(Instant::now() < end, "{offset}: {}", daemon.get("/readyz?verbose").text);
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        daemon.wait_until_ready();
         let state = status(&daemon);
         assert_eq!(state["durable_lag_seconds"], 0.0);
         assert_eq!(state["last_durable"]["step"], *steps.last().unwrap());

@@ -98,10 +98,6 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-fn ready(daemon: &Daemon<'_>) {
-    until("it is ready", || daemon.get("/readyz").status == 200);
-}
-
 /// Puts something else where the store should be.
 fn take_store_away(setup: &Setup) {
     if setup.store().exists() {
@@ -140,7 +136,7 @@ fn a_full_drive_refuses_and_recovers() {
     let first = setup.save(1);
     setup.wait(first, "durable");
     wait_for_removal(&setup, first);
-    ready(&daemon);
+    daemon.wait_until_ready();
     // A submission.
     let second = offer(&setup, 2);
     drive.fill(0);
@@ -155,7 +151,7 @@ fn a_full_drive_refuses_and_recovers() {
     assert_eq!(daemon.get("/livez").status, 200);
     assert!(daemon.get("/metrics").text.contains("s4w_runner_refused_total{kind=\"full\"} 1"));
     drive.make_room();
-    ready(&daemon);
+    daemon.wait_until_ready();
     assert_eq!(setup.submit(second, 2).status, 200);
     assert_eq!(setup.wait(second, "durable")["state"], "durable");
     // A verified checkpoint becomes durable although the drive is full: that is what makes room.
@@ -178,7 +174,7 @@ fn a_full_drive_refuses_and_recovers() {
     assert_eq!(daemon.get("/readyz").status, 503);
     assert_eq!(setup.wait(third, "durable")["state"], "durable");
     drive.make_room();
-    ready(&daemon);
+    daemon.wait_until_ready();
     let fourth = setup.save(4);
     assert_eq!(setup.wait(fourth, "durable")["state"], "durable");
     daemon.stop();
@@ -218,7 +214,7 @@ fn what_cannot_be_compressed_for_want_of_room_waits() {
     assert_eq!(setup.wait(id, "durable")["state"], "durable");
     // Now it is given to the converter, which fails here.
     until("it is looked at again", || daemon.get("/metrics").text.contains("kind=\"watch\"} 1"));
-    ready(&daemon);
+    daemon.wait_until_ready();
     assert_eq!(lag(&daemon), 0.0);
     daemon.stop();
     setup.check_store(&[1]);
@@ -251,7 +247,7 @@ fn a_drive_that_the_runner_itself_filled_is_emptied_by_it() {
         assert_eq!(done["state"], "durable", "{done}");
     }
     drive.make_room();
-    ready(&daemon);
+    daemon.wait_until_ready();
     let after = setup.save(7);
     assert_eq!(setup.wait(after, "durable")["state"], "durable");
     daemon.stop();

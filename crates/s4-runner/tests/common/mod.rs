@@ -227,6 +227,15 @@ impl Daemon<'_> {
         self.try_get(path).unwrap()
     }
 
+    /// Waits until the daemon says that it is ready: it may have to contact the store first.
+    pub(crate) fn wait_until_ready(&self) {
+        let end = Instant::now() + LONG;
+        while self.get("/readyz").status != 200 {
+            assert!(Instant::now() < end, "{}", self.get("/readyz?verbose").text);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     pub(crate) fn signal(&self, name: &str) {
         let pid = self.child.id().to_string();
         assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
