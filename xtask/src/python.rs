@@ -18,7 +18,7 @@ const CANDIDATES: [&str; 7] =
 const PIP: &str = "pip==26.1.2";
 
 /// How long one installation may take, and how often it is tried.
-const INSTALLATION: (Duration, u32) = (Duration::from_mins(20), 3);
+const INSTALLATION: (Duration, u32) = (Duration::from_secs(1200), 3);
 
 /// Succeeds on an interpreter that this project supports.
 const PROBE: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
