@@ -13,21 +13,53 @@ use super::{VECTORS, WIDTH};
 /// Bytes that the steps of one block may read: 64 for each refill of all lanes.
 const BLOCK_AHEAD: usize = 64 * RUN;
 
-/// For each set of lanes, the index of the word that each lane takes: how many lanes of the set
-/// come before it.
-static SPREAD: [[u8; WIDTH]; 256] = {
-    let mut all = [[0; WIDTH]; 256];
-    let mut set = 0;
+/// For each set of lanes, how a shuffle gives each of its lanes a word, in order, and the others 0.
+static SPREAD: Spread = Spread({
+    let mut all = [[UNUSED; 4 * WIDTH]; 256];
+    let mut set = 0usize;
     while set < 256 {
         let mut lane = 0;
         while lane < WIDTH {
-            all[set][lane] = (set & ((1 << lane) - 1)).count_ones() as u8;
+            if set >> lane & 1 == 1 {
+                let word = (set & ((1 << lane) - 1)).count_ones() as u8;
+                all[set][4 * lane] = 2 * word;
+                all[set][4 * lane + 1] = 2 * word + 1;
+            }
             lane += 1;
         }
         set += 1;
     }
     all
+});
+
+/// For each byte of a lane, how a shuffle moves it to the second place of 0s, in the lanes of one half of
+/// a register.
+static SECOND: [[[u8; 4]; 4]; 4] = {
+    let mut all = [[[UNUSED; 4]; 4]; 4];
+    let mut i = 0;
+    while i < 16 {
+        all[i % 4][i / 4][1] = i as u8;
+        i += 1;
+    }
+    all
 };
+
+/// What a shuffle replaces by 0.
+const UNUSED: u8 = 0x80;
+
+#[repr(align(32))]
+struct Spread([[u8; 4 * WIDTH]; 256]);
+
+/// Repeats a block with a constant for an index. Loops of this size are not unrolled by the compiler, which
+/// then keeps their registers in memory: that costs a sixth of the speed.
+macro_rules! unrolled {
+    ($index:ident in [$($value:literal)*] $body:block) => {
+        $({
+            const $index: usize = $value;
+            $body
+        })*
+    };
+}
 
 /// A decoder for tables of precision `P`.
 pub(crate) struct Decoder<const P: i32>(Slots);
@@ -70,6 +102,7 @@ impl<const P: i32> Decoder<P> {
         let marker = escapes.map_or(0, |escapes| escapes.markers[0]);
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         let mut runs = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
+        let mut slots = [[[_mm256_setzero_si256(); VECTORS]; RUN]; N];
         for _ in 0..blocks {
             let mut contexts = [&[0; BLOCK]; N];
             for ((segment, runs), contexts) in segments.iter_mut().zip(&mut runs).zip(&mut contexts)
@@ -82,23 +115,37 @@ impl<const P: i32> Decoder<P> {
                 unsafe { segment.words.ensure(BLOCK_AHEAD) };
             }
             let mut next: [_; N] = from_fn(|n| segments[n].words.next);
-            let mut halves = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
             for k in 0..RUN {
-                for n in 0..N {
-                    // SAFETY: contexts are as for this function; each refill is one of the loads that
-                    // were ensured.
-                    unsafe {
-                        for v in 0..VECTORS {
-                            let shift = _mm256_set1_epi32(8 * (k as i32 % 4));
-                            let contexts = _mm256_srlv_epi32(runs[n][k / 4][v], shift);
-                            let symbols = &mut halves[n][k / 4][v];
-                            self.step::<CONTEXTS>(&mut x[n][v], contexts, symbols);
+                // SAFETY: contexts are as for this function; each refill is one of the loads that
+                // were ensured.
+                unsafe {
+                    unrolled!(S in [0 1] {
+                        if S < N {
+                            unrolled!(V in [0 1 2 3] {
+                                let first = match CONTEXTS {
+                                    true => first_slots::<P>(runs[S][k / 4][V], k % 4),
+                                    false => _mm256_setzero_si256(),
+                                };
+                                slots[S][k][V] = self.step(&mut x[S][V], first);
+                            });
                         }
-                        if P != 8 || k % 2 == 1 {
-                            for x in &mut x[n] {
-                                refill(x, &mut next[n]);
+                    });
+                    if P != 8 || k % 2 == 1 {
+                        unrolled!(S in [0 1] {
+                            if S < N {
+                                unrolled!(V in [0 1 2 3] { refill(&mut x[S][V], &mut next[S]) });
                             }
-                        }
+                        });
+                    }
+                }
+            }
+            let mut halves = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
+            for n in 0..N {
+                for half in 0..2 {
+                    let rows = &slots[n][4 * half..][..4];
+                    for v in 0..VECTORS {
+                        halves[n][half][v] =
+                            top_bytes(rows[0][v], rows[1][v], rows[2][v], rows[3][v]);
                     }
                 }
             }
@@ -127,26 +174,18 @@ impl<const P: i32> Decoder<P> {
         Ok(())
     }
 
-    /// One step of 8 lanes; the low bytes of `contexts` are the indices of their tables. The new
-    /// symbols are shifted into `symbols` from the top.
+    /// One step of 8 lanes, given the first slots of their tables. Returns the slots, whose top bytes
+    /// are the symbols.
     ///
     /// # Safety
     /// - The machine has AVX2, and the tables are of this `P`.
-    /// - The contexts are below the number of tables, or CONTEXTS is not set.
+    /// - These are the first slots of tables.
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn step<const CONTEXTS: bool>(
-        &self,
-        x: &mut __m256i,
-        contexts: __m256i,
-        symbols: &mut __m256i,
-    ) {
-        let slot = _mm256_and_si256(*x, _mm256_set1_epi32((1 << P) - 1));
-        let table = _mm256_and_si256(contexts, _mm256_set1_epi32(0xff));
-        let first = _mm256_slli_epi32::<P>(table);
-        let index = if CONTEXTS { _mm256_add_epi32(slot, first) } else { slot };
+    unsafe fn step(&self, x: &mut __m256i, first: __m256i) -> __m256i {
+        let index = _mm256_and_si256(*x, _mm256_set1_epi32((1 << P) - 1));
         // SAFETY: every index is below the number of slots, as for this function.
-        let slots = unsafe { _mm256_i32gather_epi32::<4>(self.0.all.as_ptr().cast(), index) };
+        let slots = unsafe { look_up(&self.0.all, _mm256_add_epi32(first, index)) };
         let fields = _mm256_set1_epi32(0xfff);
         let freq = _mm256_and_si256(slots, fields);
         let bias = _mm256_and_si256(_mm256_srli_epi32::<12>(slots), fields);
@@ -155,9 +194,38 @@ impl<const P: i32> Decoder<P> {
         if P == 12 {
             *x = _mm256_add_epi32(*x, whole);
         }
-        let symbol = _mm256_andnot_si256(_mm256_set1_epi32(0x00ff_ffff), slots);
-        *symbols = _mm256_or_si256(_mm256_srli_epi32::<8>(*symbols), symbol);
+        slots
     }
+}
+
+/// The slots with these 8 indices. Each is loaded by itself: the instruction that gathers all of them is slow
+/// on processors of AMD, and on those of Intel that must not leak by it.
+///
+/// # Safety
+/// - The machine has AVX2.
+/// - Every index is below the number of slots.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn look_up(slots: &[u32], index: __m256i) -> __m256i {
+    // SAFETY: as for this function.
+    let slot = |i: u64| unsafe { _mm_cvtsi32_si128(*slots.get_unchecked(i as usize) as i32) };
+    let two = |pair: i64| {
+        let pair = pair as u64;
+        _mm_unpacklo_epi32(slot(pair & 0xffff_ffff), slot(pair >> 32))
+    };
+    let four = |i| _mm_unpacklo_epi64(two(_mm_cvtsi128_si64(i)), two(_mm_extract_epi64::<1>(i)));
+    let (low, high) = (_mm256_castsi256_si128(index), _mm256_extracti128_si256::<1>(index));
+    _mm256_set_m128i(four(high), four(low))
+}
+
+/// The first slots of the tables whose indices are byte `k` of each lane.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn first_slots<const P: i32>(contexts: __m256i, k: usize) -> __m256i {
+    // SAFETY: the pointer is to 16 readable bytes.
+    let second = unsafe { _mm_loadu_si128(SECOND[k].as_ptr().cast()) };
+    let times_256 = _mm256_shuffle_epi8(contexts, _mm256_broadcastsi128_si256(second));
+    if P == 8 { times_256 } else { _mm256_slli_epi32::<4>(times_256) }
 }
 
 /// The contexts of a block: the first four of each lane, and the other four.
@@ -188,17 +256,26 @@ fn unzipped(contexts: &[u8; BLOCK]) -> [[__m256i; VECTORS]; 2] {
 unsafe fn refill(x: &mut __m256i, next: &mut *const u8) {
     let needs = _mm256_cmpeq_epi32(_mm256_srli_epi32::<16>(*x), _mm256_setzero_si256());
     let set = _mm256_movemask_ps(_mm256_castsi256_ps(needs)) as usize;
-    // SAFETY: `SPREAD` has 8 bytes for each set; the words may be read as for this function, and at
+    // SAFETY: `SPREAD` has 32 bytes for each set; the words may be read as for this function, and at
     // most 8 are taken.
     let (spread, words) = unsafe {
-        let spread = _mm_loadl_epi64(SPREAD[set].as_ptr().cast());
+        let spread = _mm256_load_si256(SPREAD.0[set].as_ptr().cast());
         let words = _mm_loadu_si128(next.cast());
         *next = next.add(2 * set.count_ones() as usize);
-        (_mm256_cvtepu8_epi32(spread), _mm256_cvtepu16_epi32(words))
+        (spread, _mm256_broadcastsi128_si256(words))
     };
-    let words = _mm256_permutevar8x32_epi32(words, spread);
+    let words = _mm256_shuffle_epi8(words, spread);
     let full = _mm256_or_si256(_mm256_slli_epi32::<16>(*x), words);
     *x = _mm256_blendv_epi8(*x, full, needs);
+}
+
+/// The top bytes of the lanes of four registers, those of the first one lowest.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn top_bytes(a: __m256i, b: __m256i, c: __m256i, d: __m256i) -> __m256i {
+    let top = _mm256_set1_epi32(-1 << 24);
+    let push = |x, next| _mm256_blendv_epi8(_mm256_srli_epi32::<8>(x), next, top);
+    push(push(push(a, b), c), d)
 }
 
 /// Writes the symbols of a block; returns a bit for each that is `marker`.
