@@ -60,22 +60,25 @@ impl Encoder {
     pub(super) fn segment<const P: u32>(&self, part: &mut Part<'_>) -> Result<()> {
         let mut x = part.start;
         let mut words = Words { at: part.words.len(), bytes: part.words };
+        let mut codes = [Code::default(); BLOCK];
         for start in (0..part.symbols.len()).step_by(BLOCK).rev() {
             let block = block_at(part.symbols, start, self.padding);
             let contexts = match part.contexts {
                 [] => [0; BLOCK],
                 contexts => block_at(contexts, start, 0),
             };
-            let codes: [Code; BLOCK] = std::array::from_fn(|i| {
-                self.codes[usize::from(contexts[i])][usize::from(block[i])]
-            });
+            for ((code, &context), &symbol) in codes.iter_mut().zip(&contexts).zip(&block) {
+                *code = self.codes[usize::from(context)][usize::from(symbol)];
+            }
             if codes.iter().any(|code| code.freq == 0) {
                 return Err(Error::unsupported("a symbol that its table lacks, and no escape"));
             }
-            let mark = |codes: &[Code]| {
-                codes.iter().rev().fold(0, |marks, code| marks << 1 | u8::from(code.escaped))
-            };
-            let marks = std::array::from_fn(|lane| mark(&codes[lane * RUN..][..RUN]));
+            let mut marks = [0; LANES];
+            for (marks, codes) in marks.iter_mut().zip(codes.as_chunks::<RUN>().0) {
+                for code in codes.iter().rev() {
+                    *marks = *marks << 1 | u8::from(code.escaped);
+                }
+            }
             encode_escapes(&mut x, &block, &marks, &mut words);
             encode_steps::<P>(&mut x, &codes, &mut words);
         }
@@ -108,7 +111,8 @@ impl Words<'_> {
         // Branch-free, because it is unpredictable whether it has: a word that is not emitted is
         // overwritten by the next one.
         let full = u64::from(x) >= limit;
-        self.bytes[self.at - 2..self.at].copy_from_slice(&(x as u16).to_le_bytes());
+        // Not `copy_from_slice`, which calls a function for two bytes.
+        [self.bytes[self.at - 2], self.bytes[self.at - 1]] = (x as u16).to_le_bytes();
         self.at -= 2 * usize::from(full);
         if full { x >> 16 } else { x }
     }

@@ -9,7 +9,7 @@ use super::super::scalar::{block_at, put_escapes};
 use super::super::stream::{BLOCK, LANES, RUN};
 use super::super::table::{MAX_TABLES, Precision, Table};
 use super::encode::{Code, Codes, MOST_BLOCK, emit, look_up};
-use super::{VECTORS, WIDTH};
+use super::{VECTORS, WIDTH, load, store};
 
 /// Symbols of all tables.
 const ALL: usize = MAX_TABLES * 256;
@@ -101,21 +101,18 @@ impl Encoder {
             put_escapes(states, block, &take_escapes(codes)?, words, at);
         }
         let mut next = words[..*at].as_mut_ptr_range().end;
+        let mut x = load(states);
         for [first, second] in codes.as_chunks().0.iter().rev() {
-            for vector in (0..VECTORS).rev() {
-                let states = &mut states[vector * WIDTH..][..WIDTH];
-                let (first, second) = (&first[vector], &second[vector]);
-                // SAFETY: `states` are 32 bytes, to be read and written. A pair of steps emits at
-                // most 16 bytes for each register, and always writes 16: all pairs together touch
-                // at most half of MOST_BLOCK and 16 bytes.
-                unsafe {
-                    let mut x = _mm256_loadu_si256(states.as_ptr().cast());
-                    emit(&mut x, _mm256_mullo_epi16(first.freq(), second.freq()), &mut next);
-                    x = first.step(second.step(x));
-                    _mm256_storeu_si256(states.as_mut_ptr().cast(), x);
-                }
-            }
+            unrolled!(V in [3 2 1 0] {
+                let (first, second) = (&first[V], &second[V]);
+                let limit = _mm256_mullo_epi16(first.freq(), second.freq());
+                // SAFETY: a pair of steps emits at most 16 bytes for each register, and always writes 16: all
+                // pairs together touch at most half of MOST_BLOCK and 16 bytes.
+                unsafe { emit(&mut x[V], limit, &mut next) };
+                x[V] = first.step(second.step(x[V]));
+            });
         }
+        store(x, states);
         *at = next as usize - words.as_ptr() as usize;
         Ok(())
     }

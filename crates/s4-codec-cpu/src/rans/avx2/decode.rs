@@ -6,9 +6,9 @@ use std::array::from_fn;
 use s4_format::Result;
 
 use super::super::pairs::{Blocks, Escapes, SegmentDecoder, Slots};
-use super::super::stream::{BLOCK, LANES, RUN};
+use super::super::stream::{BLOCK, RUN};
 use super::super::table::MAX_TABLES;
-use super::{VECTORS, WIDTH};
+use super::{VECTORS, WIDTH, load, store};
 
 /// Bytes that the steps of one block may read: 64 for each refill of all lanes.
 const BLOCK_AHEAD: usize = 64 * RUN;
@@ -49,17 +49,6 @@ const UNUSED: u8 = 0x80;
 
 #[repr(align(32))]
 struct Spread([[u8; 4 * WIDTH]; 256]);
-
-/// Repeats a block with a constant for an index. Loops of this size are not unrolled by the compiler, which
-/// then keeps their registers in memory: that costs a sixth of the speed.
-macro_rules! unrolled {
-    ($index:ident in [$($value:literal)*] $body:block) => {
-        $({
-            const $index: usize = $value;
-            $body
-        })*
-    };
-}
 
 /// A decoder for tables of precision `P`.
 pub(crate) struct Decoder<const P: i32>(Slots);
@@ -327,22 +316,4 @@ fn escaped(block: &[u8; BLOCK], contexts: &[u8; BLOCK], escapes: &Escapes) -> [u
         found[i / 2] |= u64::from(_mm256_movemask_epi8(alike) as u32) << (32 * (i % 2));
     }
     found
-}
-
-#[inline]
-#[target_feature(enable = "avx2")]
-fn load(states: &[u32; LANES]) -> [__m256i; VECTORS] {
-    let (rows, _) = states.as_chunks::<WIDTH>();
-    // SAFETY: each row has 32 readable bytes.
-    let row = |i: usize| unsafe { _mm256_loadu_si256(rows[i].as_ptr().cast()) };
-    [row(0), row(1), row(2), row(3)]
-}
-
-#[inline]
-#[target_feature(enable = "avx2")]
-fn store(x: [__m256i; VECTORS], states: &mut [u32; LANES]) {
-    for (row, x) in states.as_chunks_mut::<WIDTH>().0.iter_mut().zip(x) {
-        // SAFETY: each row has 32 writable bytes.
-        unsafe { _mm256_storeu_si256(row.as_mut_ptr().cast(), x) };
-    }
 }

@@ -9,21 +9,22 @@ use super::super::part::Part;
 use super::super::scalar::put_escapes;
 use super::super::stream::{BLOCK, LANES, RUN};
 use super::super::table::Table;
-use super::{VECTORS, WIDTH};
+use super::{WIDTH, load, store};
 
 /// The most bytes that a block emits, with those that it may overwrite before them.
 pub(super) const MOST_BLOCK: usize = 2 * LANES * RUN;
 
-/// For each set of lanes, the lane for each of 8 places: the lanes of the set come last, in order.
-static GATHER: [[u8; WIDTH]; 256] = {
-    let mut all = [[0; WIDTH]; 256];
+/// For each set of lanes, how a shuffle moves the words of these lanes to the end, in order.
+static GATHER: Gather = Gather({
+    let mut all = [[0; 2 * WIDTH]; 256];
     let mut set = 0usize;
     while set < 256 {
         let mut place = WIDTH - set.count_ones() as usize;
         let mut lane = 0;
         while lane < WIDTH {
             if set >> lane & 1 == 1 {
-                all[set][place] = lane as u8;
+                all[set][2 * place] = 2 * lane as u8;
+                all[set][2 * place + 1] = 2 * lane as u8 + 1;
                 place += 1;
             }
             lane += 1;
@@ -31,7 +32,10 @@ static GATHER: [[u8; WIDTH]; 256] = {
         set += 1;
     }
     all
-};
+});
+
+#[repr(align(16))]
+struct Gather([[u8; 2 * WIDTH]; 256]);
 
 /// What the encoder needs to know about a symbol, loaded as 8 bytes.
 #[derive(Clone, Copy)]
@@ -162,27 +166,25 @@ impl Encoder {
     #[inline]
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     unsafe fn steps(&self, states: &mut [u32; LANES], block: &[u8; BLOCK], next: &mut *mut u8) {
+        let mut x = load(states);
         for pair in (0..RUN).step_by(2).rev() {
-            for vector in (0..VECTORS).rev() {
-                let states = &mut states[vector * WIDTH..][..WIDTH];
-                let symbols = &block.as_chunks::<{ WIDTH * RUN }>().0[vector];
+            unrolled!(V in [3 2 1 0] {
+                let symbols = &block.as_chunks::<{ WIDTH * RUN }>().0[V];
                 // The remainder shows the compiler that the index is in bounds.
                 let of = |k: usize| {
                     move |lane: usize| {
                         &raw const self.codes[usize::from(symbols[RUN * lane + k % RUN])]
                     }
                 };
-                // SAFETY: each pointer is to a code; `states` are 32 bytes, to be read and written; 16 bytes
-                // before `next` may be written, as for this function.
-                unsafe {
-                    let (second, first) = (look_up(of(pair + 1)), look_up(of(pair)));
-                    let mut x = _mm256_loadu_si256(states.as_ptr().cast());
-                    emit(&mut x, _mm256_mullo_epi16(first.freq(), second.freq()), next);
-                    x = first.step(second.step(x));
-                    _mm256_storeu_si256(states.as_mut_ptr().cast(), x);
-                }
-            }
+                // SAFETY: each pointer is to a code.
+                let (second, first) = unsafe { (look_up(of(pair + 1)), look_up(of(pair))) };
+                let limit = _mm256_mullo_epi16(first.freq(), second.freq());
+                // SAFETY: 16 bytes before `next` may be written, as for this function.
+                unsafe { emit(&mut x[V], limit, next) };
+                x[V] = first.step(second.step(x[V]));
+            });
         }
+        store(x, states);
     }
 }
 
@@ -325,12 +327,11 @@ pub(super) unsafe fn emit(x: &mut __m256i, limit: __m256i, next: &mut *mut u8) {
     let high = _mm256_srli_epi32::<16>(*x);
     let keeps = _mm256_cmpgt_epi32(limit, high);
     let set = !_mm256_movemask_ps(_mm256_castsi256_ps(keeps)) as usize & 0xff;
-    // SAFETY: `GATHER` has 8 bytes for each set.
-    let lanes = unsafe { _mm_loadl_epi64(GATHER[set].as_ptr().cast()) };
-    let low = _mm256_and_si256(*x, _mm256_set1_epi32(0xffff));
-    let words = _mm256_permutevar8x32_epi32(low, _mm256_cvtepu8_epi32(lanes));
-    let words =
-        _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
+    let low = _mm256_blend_epi16::<0xaa>(*x, _mm256_setzero_si256());
+    let words = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256::<1>(low));
+    // SAFETY: `GATHER` has 16 bytes for each set.
+    let places = unsafe { _mm_load_si128(GATHER.0[set].as_ptr().cast()) };
+    let words = _mm_shuffle_epi8(words, places);
     // SAFETY: as for this function; what is written before the words is overwritten by the next
     // ones or is not part of the output.
     unsafe {

@@ -1,6 +1,17 @@
 //! AVX2: the 32 lanes of a segment in four registers. Encoding is for `P = 8`,
 //! decoding for any stream.
 
+/// Repeats a block with a constant for an index. Loops of this size are not unrolled by the compiler, which
+/// then keeps their registers in memory: that costs a sixth of the speed.
+macro_rules! unrolled {
+    ($index:ident in [$($value:literal)*] $body:block) => {
+        $({
+            const $index: usize = $value;
+            $body
+        })*
+    };
+}
+
 pub(super) mod contexts;
 mod decode;
 mod encode;
@@ -8,9 +19,31 @@ mod encode;
 pub(super) use decode::Decoder;
 pub(super) use encode::Encoder;
 
+use std::arch::x86_64::*;
+
 use super::stream::LANES;
 
 /// Lanes of a register.
 const WIDTH: usize = 8;
 /// Registers of a segment.
 const VECTORS: usize = LANES / WIDTH;
+
+/// The states of a segment.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load(states: &[u32; LANES]) -> [__m256i; VECTORS] {
+    let (rows, _) = states.as_chunks::<WIDTH>();
+    // SAFETY: each row has 32 readable bytes.
+    let row = |i: usize| unsafe { _mm256_loadu_si256(rows[i].as_ptr().cast()) };
+    [row(0), row(1), row(2), row(3)]
+}
+
+/// Puts the states of a segment back.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn store(x: [__m256i; VECTORS], states: &mut [u32; LANES]) {
+    for (row, x) in states.as_chunks_mut::<WIDTH>().0.iter_mut().zip(x) {
+        // SAFETY: each row has 32 writable bytes.
+        unsafe { _mm256_storeu_si256(row.as_mut_ptr().cast(), x) };
+    }
+}
