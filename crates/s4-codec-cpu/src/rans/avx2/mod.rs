@@ -1,6 +1,10 @@
 //! AVX2: the 32 lanes of a segment in four registers. Encoding is for `P = 8`,
 //! decoding for any stream.
 
+use std::arch::x86_64::*;
+
+use super::stream::LANES;
+
 /// Repeats a block with a constant for an index. Loops of this size are not unrolled by the compiler, which
 /// then keeps their registers in memory: that costs a sixth of the speed.
 macro_rules! unrolled {
@@ -18,10 +22,6 @@ mod encode;
 
 pub(super) use decode::Decoder;
 pub(super) use encode::Encoder;
-
-use std::arch::x86_64::*;
-
-use super::stream::LANES;
 
 /// Lanes of a register.
 const WIDTH: usize = 8;
