@@ -81,6 +81,12 @@ impl SaveOptions {
         !on_devices && !self.host_changes
     }
 
+    /// What is known of a checkpoint before it is encoded.
+    fn about(&self, step: u64) -> About {
+        let (metrics, tags) = (self.metrics.clone(), self.tags.clone());
+        About { step, metrics, tags, ..About::default() }
+    }
+
     /// Memory for objects that stay, with room for copies of this many bytes; `None`: none stays.
     pub(crate) fn kept_memory(&self, room: Option<usize>) -> KeptMemory {
         KeptMemory {
@@ -212,6 +218,7 @@ impl CheckpointStore {
         options: &SaveOptions,
     ) -> Result<Saved> {
         check_chunks(tensors).map_err(|e| self.error(e))?;
+        options.about(step).check().map_err(|e| self.error(e))?;
         // One save at a time from one handle: each may be the next one's parent.
         let mut history = interrupt::lock(&self.history)?;
         let request = SaveRequest::new(step, tensors, options);
@@ -313,14 +320,10 @@ impl CheckpointStore {
         let parent = parent.filter(|_| delta);
         let number = parent.map_or(0, |(_, number)| number);
         let about = About {
-            step: *step,
             parent: parent.map(|(reference, _)| reference),
             since_base: number,
-            replaces: None,
-            order: None,
             raw_len: report.bytes_in,
-            metrics: options.metrics.clone(),
-            tags: options.tags.clone(),
+            ..options.about(*step)
         };
         let index = index.unwrap_or_default();
         let blob = index.clone();

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use s4weights::Error;
 use s4weights::store::{
     Best, CheckOptions, CheckpointStore, Place, Reason, Retention, SaveOptions, StoreError,
     StoreOptions, SweepOptions, WhyBase,
 };
+use s4weights::{Error, ProgressFn};
 
 use crate::run::{State, memory, open, options};
 
@@ -284,7 +284,9 @@ fn what_cannot_be_saved_is_refused_by_name() {
     let store = open(&memory(), options());
     let state = State::new(5_000);
     let metrics = BTreeMap::from([("loss".to_owned(), f64::NAN)]);
-    let bad = SaveOptions { metrics, ..SaveOptions::default() };
+    // Before anything is encoded or uploaded.
+    let progress: Option<ProgressFn> = Some(Arc::new(|_| panic!("the save went on")));
+    let bad = SaveOptions { metrics, progress, ..SaveOptions::default() };
     let error = state.save_with(&store, 1, bad).err().map(|e| e.to_string());
     assert!(error.is_some_and(|e| e.contains("loss")));
     let mut twice = state.clone();
