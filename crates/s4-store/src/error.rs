@@ -86,7 +86,7 @@ pub enum Error {
     },
     /// Something that this process knows to be in the store is gone; nothing was listed.
     #[error(
-        "{place} has changed unexpectedly: {what}; nothing was saved. Was the folder removed, its \
+        "{place} has changed unexpectedly: {what}; no checkpoint was saved or deleted. Was the folder removed, its \
          file system unmounted, or the bucket emptied? Bring it back, or create a new store \
          elsewhere"
     )]

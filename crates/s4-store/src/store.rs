@@ -249,7 +249,8 @@ impl Store {
     /// As [`Store::read`], for a checkpoint of a state that is already known: the log is not read.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`Error::Missing`] if it is damaged.
+    /// [`Error::Corrupt`] or [`Error::Missing`] if it is damaged; [`Error::Gone`] if the store is not there any
+    /// more.
     pub async fn read_manifest(&self, checkpoint: &Checkpoint) -> Result<Reading> {
         let manifest = self.inner.manifest_of(&checkpoint.about).await?;
         Ok(Reading::new(Arc::clone(&self.inner), checkpoint.id(), manifest))
@@ -542,7 +543,11 @@ impl Inner {
                 Err(Error::corrupt(&key, "its hash is not the one in the log"))
             }
         };
-        let manifest = self.io.get_checked(&key, max, check).await?;
+        let manifest = match self.io.get_checked(&key, max, check).await {
+            // It may not be the only thing that is.
+            Err(e) if e.is_missing() => return Err(self.same_repo().await.err().unwrap_or(e)),
+            other => other?,
+        };
         if manifest.objects.len() as u64 != u64::from(about.objects)
             || manifest.data_len() != about.data_len
             || manifest.parts != about.parts

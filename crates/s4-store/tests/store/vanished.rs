@@ -67,6 +67,20 @@ async fn a_store_that_is_gone_is_neither_clean_nor_swept() {
 }
 
 #[tokio::test]
+async fn a_checkpoint_is_not_damaged_if_its_store_is_gone() {
+    let temp = tempfile::tempdir().unwrap();
+    let folder = temp.path().join("store");
+    let store = with_three(&folder).await;
+    let newest = store.list().await.unwrap().pop().unwrap();
+    std::fs::remove_dir_all(folder.join(format!("ck/{}", newest.id()))).unwrap();
+    let error = store.read_manifest(&newest).await.unwrap_err();
+    assert!(matches!(error, Error::Missing { .. }), "{error}");
+    std::fs::remove_dir_all(&folder).unwrap();
+    let error = store.read_manifest(&newest).await.unwrap_err();
+    assert!(matches!(error, Error::Gone { .. }), "{error}");
+}
+
+#[tokio::test]
 async fn another_store_in_its_place_is_not_taken_for_it() {
     let temp = tempfile::tempdir().unwrap();
     let folder = temp.path().join("store");

@@ -222,7 +222,7 @@ fn a_save_into_a_folder_that_is_gone_fails() {
             let error = states[2].save(&store, step).unwrap_err();
             let gone = matches!(&error, Error::Store { source, .. }
                 if matches!(**source, StoreError::Gone { .. }));
-            assert!(gone && error.to_string().contains("nothing was saved"), "{error}");
+            assert!(gone && error.to_string().contains("no checkpoint was saved"), "{error}");
         }
         assert_eq!(place.exists(), empty);
         assert!(!empty || walk(&place).is_empty());
