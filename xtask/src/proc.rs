@@ -1,7 +1,8 @@
 //! Starting other programs.
 
+use std::collections::VecDeque;
 use std::ffi::OsString;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -46,16 +47,21 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
     Err(Error::new(format!("`{}` ended with {status}", line(command))))
 }
 
+/// Lines of a program's standard error that [`run_within`] repeats.
+const LAST_LINES: usize = 4;
+
 /// Runs the command as [`run`] does, up to `tries` times until it succeeds, and ends it each time that it takes longer
 /// than `limit`: for programs that wait for a network, at times for ever.
 ///
 /// # Errors
-/// As [`run`], of the last try, or that it took too long.
+/// As [`run`], of the last try, with the last lines that it wrote to standard error; or that it took too long.
 pub(crate) fn run_within(command: &mut Command, limit: Duration, tries: u32) -> Result<()> {
     let mut last = Error::new(format!("`{}` was not tried", line(command)));
     for _ in 0..tries {
         announce(command);
+        command.stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|e| not_started(command, &e))?;
+        let errors = child.stderr.take().map(|it| std::thread::spawn(|| pass_on(it)));
         let end = Instant::now() + limit;
         let status = loop {
             match child.try_wait().map_err(|e| not_started(command, &e))? {
@@ -66,9 +72,13 @@ pub(crate) fn run_within(command: &mut Command, limit: Duration, tries: u32) -> 
         };
         last = match status {
             Some(status) if status.success() => return Ok(()),
-            Some(status) => Error::new(format!("`{}` ended with {status}", line(command))),
+            Some(status) => {
+                let said = errors.and_then(|it| it.join().ok()).unwrap_or_default();
+                let said = said.iter().map(|said| format!("\n  {said}")).collect::<String>();
+                Error::new(format!("`{}` ended with {status}{said}", line(command)))
+            }
             None => {
-                // It may have ended just now.
+                // It may have ended just now. Programs that it started may still write.
                 let _ = child.kill();
                 let _ = child.wait();
                 Error::new(format!("`{}` took over {} s", line(command), limit.as_secs_f64()))
@@ -76,6 +86,20 @@ pub(crate) fn run_within(command: &mut Command, limit: Duration, tries: u32) -> 
         };
     }
     Err(last)
+}
+
+/// Copies lines to standard error, and returns the last ones.
+fn pass_on(from: impl Read) -> VecDeque<String> {
+    let mut last = VecDeque::new();
+    for bytes in BufReader::new(from).split(b'\n').map_while(|line| line.ok()) {
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        eprintln!("{text}");
+        last.push_back(text);
+        if last.len() > LAST_LINES {
+            last.pop_front();
+        }
+    }
+    last
 }
 
 /// Runs the command as [`run`] does, and hands each line of its standard output to `see` as well.
@@ -149,11 +173,11 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("s4weights-tries-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&folder);
         // Fails the first time, and succeeds the second.
-        let script = r#"test -d "$0" || { mkdir "$0"; exit 3; }"#;
+        let script = r#"test -d "$0" || { mkdir "$0"; echo no room >&2; exit 3; }"#;
         let again = |tries| {
             run_within(Command::new("sh").args(["-c", script]).arg(&folder), limit * 100, tries)
         };
-        assert!(again(1).is_err_and(|e| e.to_string().contains("exit status: 3")));
+        assert!(again(1).is_err_and(|e| e.to_string().contains("exit status: 3\n  no room")));
         assert!(again(2).is_ok());
         let _ = std::fs::remove_dir_all(&folder);
     }
