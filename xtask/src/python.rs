@@ -13,12 +13,13 @@ use crate::proc;
 const CANDIDATES: [&str; 7] =
     ["python3", "python", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"];
 
-/// The pip that installs everything else: those that come with Python before 3.14 start a download of
-/// hundreds of megabytes again from its beginning, or give up, when the connection breaks.
+/// The pip that installs everything else: older ones, such as come with Python, give up a download of hundreds
+/// of megabytes when the connection breaks.
 const PIP: &str = "pip==26.1.2";
 
-/// How long one installation may take, and how often it is tried.
-const INSTALLATION: (Duration, u32) = (Duration::from_secs(1200), 3);
+/// How often an installation that downloads what everything needs is tried, and how long each may take.
+const TRIES: u32 = 3;
+const LIMIT: Duration = Duration::from_secs(1200);
 
 /// Succeeds on an interpreter that this project supports.
 const PROBE: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
@@ -127,7 +128,7 @@ impl Venv {
         if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
             return Ok(venv);
         }
-        venv.pip(&[&["--no-deps"], packages].concat())?;
+        venv.pip(&[&["--no-deps"], packages].concat(), TRIES)?;
         fs::write(&stamp, wanted).map_err(|e| Error::at(&stamp, &e))?;
         Ok(venv)
     }
@@ -145,7 +146,7 @@ impl Venv {
     fn install_each(&self, file: &str, prefix: &str) -> Result<Vec<String>> {
         let list = read(&self.root.join(file))?;
         let named = list.lines().filter(|l| !l.starts_with('#') && l.starts_with(prefix));
-        let install = |line: &&str| self.pip(&line.split_whitespace().collect::<Vec<_>>());
+        let install = |line: &&str| self.pip(&line.split_whitespace().collect::<Vec<_>>(), 1);
         Ok(named.filter(|line| install(line).is_err()).map(str::to_owned).collect())
     }
 
@@ -159,7 +160,7 @@ impl Venv {
     /// # Errors
     /// If the installation fails.
     pub(crate) fn install(&self, packages: &[&str]) -> Result<()> {
-        self.pip(packages)
+        self.pip(packages, TRIES)
     }
 
     /// The environment's interpreter.
@@ -202,7 +203,7 @@ impl Venv {
         build.env("CARGO_PROFILE_RELEASE_DEBUG", "0");
         proc::run(&mut build)?;
         let wheel = only_wheel(&wheels)?;
-        self.pip(&["--force-reinstall", "--no-deps", &wheel.to_string_lossy()])
+        self.pip(&["--force-reinstall", "--no-deps", &wheel.to_string_lossy()], 1)
     }
 
     fn at(root: &Path, name: &str) -> Result<Self> {
@@ -213,7 +214,7 @@ impl Venv {
             let mut make = proc::command(root, find(root)?);
             make.args(["-m", "venv", "--clear", name]);
             proc::run(&mut make)?;
-            venv.pip(&[PIP])?;
+            venv.pip(&[PIP], TRIES)?;
         }
         Ok(venv)
     }
@@ -225,11 +226,11 @@ impl Venv {
         if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
             return Ok(());
         }
-        self.pip(&["--requirement", file])?;
+        self.pip(&["--requirement", file], TRIES)?;
         fs::write(&stamp, wanted).map_err(|e| Error::at(&stamp, &e))
     }
 
-    fn pip(&self, args: &[&str]) -> Result<()> {
+    fn pip(&self, args: &[&str], tries: u32) -> Result<()> {
         let mut pip = proc::command(&self.root, self.python());
         pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
         // Leaves nothing outside the project's own folders.
@@ -238,8 +239,7 @@ impl Venv {
         pip.env("DS_BUILD_OPS", "0");
         // A break of the network is not a failed test.
         pip.args(["--retries", "10"]);
-        let (limit, tries) = INSTALLATION;
-        proc::run_within(&mut pip, limit, tries)
+        proc::run_within(&mut pip, LIMIT, tries)
     }
 
     fn site_packages(&self) -> Result<PathBuf> {

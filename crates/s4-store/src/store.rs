@@ -544,7 +544,7 @@ impl Inner {
             }
         };
         let manifest = match self.io.get_checked(&key, max, check).await {
-            // It may not be the only thing that is.
+            // Perhaps the whole store is.
             Err(e) if e.is_missing() => return Err(self.same_repo().await.err().unwrap_or(e)),
             other => other?,
         };

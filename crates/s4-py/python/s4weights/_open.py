@@ -214,23 +214,24 @@ def _range_of(one: Any, size: int, dimension: int) -> tuple[tuple[int, int], Any
 
 
 def _has_integers(array: Any) -> bool:
-    """Whether an array's or a tensor's values are positions, in NumPy and in PyTorch."""
+    """Whether the values of an array or a tensor are positions."""
+    dtype = str(array.dtype)
     # PyTorch takes a tensor of uint8 for a mask.
-    return str(array.dtype).startswith(("int", "uint", "torch.int", "torch.uint")) and (
-        str(array.dtype) != "torch.uint8"
-    )
+    is_mask = dtype == "torch.uint8"
+    return dtype.removeprefix("torch.").startswith(("int", "uint")) and not is_mask
 
 
 def _number(one: Any, size: int, dimension: int) -> int:
     is_array = hasattr(one, "dtype")
+    dimensions = getattr(one, "ndim", 0)
+    fits = _has_integers(one) and dimensions == 0 if is_array else not isinstance(one, bool)
     try:
-        fits = _has_integers(one) and not getattr(one, "ndim", 0) if is_array else not isinstance(one, bool)
         number = index(one) if fits else None
     except TypeError:
         number = None
     if number is None:
         kind = type(one).__name__
-        given = f"{kind} of {one.dtype} with shape {tuple(one.shape)}" if is_array else kind
+        given = f"{kind} of {one.dtype} in {dimensions} dimensions" if is_array else kind
         what = f"integers, lists of them, slices, None and ... expected, not {given}"
         raise TypeError(what)
     if not -size <= number < size:

@@ -254,11 +254,12 @@ def _entry(item: Any) -> CheckpointEntry:
         TypeError: it was not made so.
     """
     entry = CheckpointEntry(**item)
-    numbers = (entry.step, entry.bytes, entry.raw_bytes, entry.since_base)
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise TypeError("a number that is not one")
+    for name in ("step", "bytes", "raw_bytes", "since_base"):
+        value = getattr(entry, name)
+        if type(value) is not int or value < 0:
+            raise TypeError(f"{name}: a number of 0 or more expected")
     if not isinstance(entry.id, str) or not isinstance(entry.parent, str | None):
-        raise TypeError("an id that is not a text")
+        raise TypeError("id, parent: strings expected")
     return entry
 
 
@@ -334,8 +335,8 @@ class Client:
                 if isinstance(error, S4Error):
                     raise
                 if time.monotonic() + _PAUSE >= end:
-                    what = f"the publisher does not answer: {error or type(error).__name__}"
-                    raise StorageError(_number(error), what, self.name) from error
+                    what = f"the publisher does not answer: {str(error) or type(error).__name__}"
+                    raise StorageError(_errno_of(error), what, self.name) from error
             time.sleep(_PAUSE)
 
     def _once(self, path: str, most: int, silence: float) -> tuple[str | None, bytes]:
@@ -364,7 +365,7 @@ class Client:
             return answer.headers.get("S4-Sizes"), body
 
 
-def _number(error: Exception) -> int:
+def _errno_of(error: Exception) -> int:
     """The `errno` of a failed request."""
     number = getattr(error, "errno", None)
     if isinstance(number, int) and number > 0:  # Errors of name lookup have negative numbers.

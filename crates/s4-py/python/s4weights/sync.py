@@ -102,7 +102,6 @@ class Publisher:
             if store.runner is not None:
                 raise ValueError("store: it has a runner, which would decide what is a delta")
             self._store: CheckpointStore | None = store
-            store._on_saved.append(self._published)
         else:
             given = {"max_chain", "max_hops"} & options.keys()
             if options.get("runner") is not None:
@@ -133,6 +132,8 @@ class Publisher:
             if self._store is None and not self._is_private:
                 self._earlier = self._read_only()
             self._server = Server(listen, self._entries, self._stored)
+        if isinstance(store, CheckpointStore):
+            store._on_saved.append(self._published)
 
     @property
     def address(self) -> str | None:
@@ -204,10 +205,7 @@ class Publisher:
                 entry: CheckpointEntry = store.save_checkpoint(tensors, step, **how)
                 self._sweep(store)
                 return entry
-            pending: PendingSave = store.save_checkpoint(
-                tensors, step, blocking=False, stage=stage, **how
-            )
-            return pending
+            return store.save_checkpoint(tensors, step, blocking=False, stage=stage, **how)
 
     def close(self) -> None:
         """Closes the store, if the publisher opened it, and then the socket. Closing the store
@@ -261,7 +259,8 @@ class Publisher:
             if self._server is not None:
                 self._server.refresh()
         except Exception as error:  # It is published; subscribers see it with the next step.
-            logger.warning("subscribers were not told of step %d: %s", entry.step, error)
+            url = None if self._store is None else self._store.url
+            logger.warning("%s: subscribers were not told of step %d: %s", url, entry.step, error)
 
     def _sweep(self, store: CheckpointStore) -> None:
         """Deletes what a base has replaced; called with the lock, while no save is running."""

@@ -13,9 +13,9 @@ use super::{VECTORS, WIDTH, load, store};
 /// Bytes that the steps of one block may read: 64 for each refill of all lanes.
 const BLOCK_AHEAD: usize = 64 * RUN;
 
-/// For each set of lanes, how a shuffle gives each of its lanes a word, in order, and the others 0.
+/// For each set of lanes, the shuffle that gives each of its lanes a word, in order, and the others 0.
 static SPREAD: Spread = Spread({
-    let mut all = [[UNUSED; 4 * WIDTH]; 256];
+    let mut all = [[CLEAR; 4 * WIDTH]; 256];
     let mut set = 0usize;
     while set < 256 {
         let mut lane = 0;
@@ -32,10 +32,10 @@ static SPREAD: Spread = Spread({
     all
 });
 
-/// For each byte of a lane, how a shuffle moves it to the second place of 0s, in the lanes of one half of
-/// a register.
-static SECOND: [[[u8; 4]; 4]; 4] = {
-    let mut all = [[[UNUSED; 4]; 4]; 4];
+/// For each byte of a lane, the shuffle that moves it to the lane's second byte and clears the others, for
+/// half a register.
+static TO_SECOND_BYTE: [[[u8; 4]; 4]; 4] = {
+    let mut all = [[[CLEAR; 4]; 4]; 4];
     let mut i = 0;
     while i < 16 {
         all[i % 4][i / 4][1] = i as u8;
@@ -44,8 +44,8 @@ static SECOND: [[[u8; 4]; 4]; 4] = {
     all
 };
 
-/// What a shuffle replaces by 0.
-const UNUSED: u8 = 0x80;
+/// The index for which a shuffle gives 0.
+const CLEAR: u8 = 0x80;
 
 #[repr(align(32))]
 struct Spread([[u8; 4 * WIDTH]; 256]);
@@ -87,6 +87,7 @@ impl<const P: i32> Decoder<P> {
         mut segments: [&mut SegmentDecoder<'_>; N],
         blocks: usize,
     ) -> Result<()> {
+        const { assert!(N <= 2 && VECTORS == 4, "only so much is unrolled below") };
         let escapes = self.0.escapes.as_ref();
         let marker = escapes.map_or(0, |escapes| escapes.markers[0]);
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
@@ -187,8 +188,8 @@ impl<const P: i32> Decoder<P> {
     }
 }
 
-/// The slots with these 8 indices. Each is loaded by itself: the instruction that gathers all of them is slow
-/// on processors of AMD, and on those of Intel that must not leak by it.
+/// The slots with these 8 indices. Each is loaded by itself: the gather instruction is slow on AMD's processors,
+/// and on Intel's that mitigate Downfall.
 ///
 /// # Safety
 /// - The machine has AVX2.
@@ -212,7 +213,7 @@ unsafe fn look_up(slots: &[u32], index: __m256i) -> __m256i {
 #[target_feature(enable = "avx2")]
 fn first_slots<const P: i32>(contexts: __m256i, k: usize) -> __m256i {
     // SAFETY: the pointer is to 16 readable bytes.
-    let second = unsafe { _mm_loadu_si128(SECOND[k].as_ptr().cast()) };
+    let second = unsafe { _mm_loadu_si128(TO_SECOND_BYTE[k].as_ptr().cast()) };
     let times_256 = _mm256_shuffle_epi8(contexts, _mm256_broadcastsi128_si256(second));
     if P == 8 { times_256 } else { _mm256_slli_epi32::<4>(times_256) }
 }

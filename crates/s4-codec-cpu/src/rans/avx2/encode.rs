@@ -14,7 +14,7 @@ use super::{WIDTH, load, store};
 /// The most bytes that a block emits, with those that it may overwrite before them.
 pub(super) const MOST_BLOCK: usize = 2 * LANES * RUN;
 
-/// For each set of lanes, how a shuffle moves the words of these lanes to the end, in order.
+/// For each set of lanes, the shuffle that moves the words of these lanes to the end, in order.
 static GATHER: Gather = Gather({
     let mut all = [[0; 2 * WIDTH]; 256];
     let mut set = 0usize;
