@@ -83,7 +83,7 @@ const KERNELS: &[Row] = &[
         precision: Precision::P8,
         tables: 1,
         simd: Simd::Avx2,
-        encode: Some(|tables| avx2::Encoder::new(&tables[0]).map(Encoder::Avx2)),
+        encode: Some(|tables| avx2::Encoder::new(&tables[0]).map(Encoder::Avx2P8)),
         decode: Some(decode_with_slots::<avx2::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
@@ -91,29 +91,37 @@ const KERNELS: &[Row] = &[
         precision: Precision::P8,
         tables: MAX_TABLES,
         simd: Simd::Avx2,
-        encode: Some(|tables| avx2::contexts::Encoder::new(tables).map(Encoder::Contexts)),
+        encode: Some(|tables| avx2::contexts::Encoder::new(tables).map(Encoder::ContextsP8)),
         decode: Some(decode_with_slots::<avx2::Decoder<8>>),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Row {
+        precision: Precision::P12,
+        tables: 1,
+        simd: Simd::Avx2,
+        encode: Some(|tables| avx2::Encoder::new(&tables[0]).map(Encoder::Avx2P12)),
+        decode: None,
     },
     #[cfg(target_arch = "x86_64")]
     Row {
         precision: Precision::P12,
         tables: MAX_TABLES,
         simd: Simd::Avx2,
-        encode: None,
+        encode: Some(|tables| avx2::contexts::Encoder::new(tables).map(Encoder::ContextsP12)),
         decode: Some(decode_with_slots::<avx2::Decoder<12>>),
     },
     Row {
         precision: Precision::P8,
         tables: MAX_TABLES,
         simd: Simd::Scalar,
-        encode: Some(|tables| Some(Encoder::Scalar8(scalar::Encoder::new(tables)))),
+        encode: Some(|tables| Some(Encoder::ScalarP8(scalar::Encoder::new(tables)))),
         decode: Some(decode_scalar::<8>),
     },
     Row {
         precision: Precision::P12,
         tables: MAX_TABLES,
         simd: Simd::Scalar,
-        encode: Some(|tables| Some(Encoder::Scalar12(scalar::Encoder::new(tables)))),
+        encode: Some(|tables| Some(Encoder::ScalarP12(scalar::Encoder::new(tables)))),
         decode: Some(decode_scalar::<12>),
     },
 ];
@@ -157,12 +165,16 @@ fn no_kernel() -> Error {
 /// An encoder for some tables.
 #[expect(clippy::large_enum_variant, reason = "one for each call, on the stack")]
 pub(super) enum Encoder {
-    Scalar8(scalar::Encoder),
-    Scalar12(scalar::Encoder),
+    ScalarP8(scalar::Encoder),
+    ScalarP12(scalar::Encoder),
     #[cfg(target_arch = "x86_64")]
-    Avx2(avx2::Encoder),
+    Avx2P8(avx2::Encoder<8>),
     #[cfg(target_arch = "x86_64")]
-    Contexts(avx2::contexts::Encoder),
+    Avx2P12(avx2::Encoder<12>),
+    #[cfg(target_arch = "x86_64")]
+    ContextsP8(avx2::contexts::Encoder<8>),
+    #[cfg(target_arch = "x86_64")]
+    ContextsP12(avx2::contexts::Encoder<12>),
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Encoder),
     #[cfg(target_arch = "x86_64")]
@@ -173,19 +185,29 @@ impl Encoder {
     /// Encodes up to [`super::GROUP`] segments.
     pub(super) fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
         match self {
-            Self::Scalar8(encoder) => {
+            Self::ScalarP8(encoder) => {
                 parts.iter_mut().try_for_each(|part| encoder.segment::<8>(part))
             }
-            Self::Scalar12(encoder) => {
+            Self::ScalarP12(encoder) => {
                 parts.iter_mut().try_for_each(|part| encoder.segment::<12>(part))
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2(encoder) => parts.iter_mut().try_for_each(|part| {
+            Self::Avx2P8(encoder) => parts.iter_mut().try_for_each(|part| {
                 // SAFETY: `Rans::new` has checked that the machine has the set.
                 unsafe { encoder.segment(part) }
             }),
             #[cfg(target_arch = "x86_64")]
-            Self::Contexts(encoder) => parts.iter_mut().try_for_each(|part| {
+            Self::Avx2P12(encoder) => parts.iter_mut().try_for_each(|part| {
+                // SAFETY: `Rans::new` has checked that the machine has the set.
+                unsafe { encoder.segment(part) }
+            }),
+            #[cfg(target_arch = "x86_64")]
+            Self::ContextsP8(encoder) => parts.iter_mut().try_for_each(|part| {
+                // SAFETY: `Rans::new` has checked that the machine has the set.
+                unsafe { encoder.segment(part) }
+            }),
+            #[cfg(target_arch = "x86_64")]
+            Self::ContextsP12(encoder) => parts.iter_mut().try_for_each(|part| {
                 // SAFETY: `Rans::new` has checked that the machine has the set.
                 unsafe { encoder.segment(part) }
             }),

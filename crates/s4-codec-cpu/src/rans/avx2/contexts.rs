@@ -7,8 +7,8 @@ use s4_format::{Error, Result};
 use super::super::part::Part;
 use super::super::scalar::{block_at, put_escapes};
 use super::super::stream::{BLOCK, LANES, RUN};
-use super::super::table::{MAX_TABLES, Precision, Table};
-use super::encode::{Code, Codes, MOST_BLOCK, emit, look_up};
+use super::super::table::{MAX_TABLES, Table};
+use super::encode::{Code, Codes, look_up, most_block, put_one, put_two};
 use super::{VECTORS, WIDTH, load, store};
 
 /// Symbols of all tables.
@@ -16,7 +16,7 @@ const ALL: usize = MAX_TABLES * 256;
 
 /// The codes of the symbols of several tables: that of symbol `s` in table `t` is at index
 /// `256 t + s`.
-pub(crate) struct Encoder {
+pub(crate) struct Encoder<const P: u32> {
     codes: Box<[Code; ALL]>,
     padding: u8,
 }
@@ -24,20 +24,19 @@ pub(crate) struct Encoder {
 /// The codes of a block: for each step, those of all lanes.
 type Steps = [[Codes; VECTORS]; RUN];
 
-impl Encoder {
-    /// The encoder for tables of `P = 8`; `None` if one has no symbols.
+impl<const P: u32> Encoder<P> {
+    /// The encoder for tables of precision `P`; `None` if one has no symbols or a single one.
     pub(crate) fn new(tables: &[Table]) -> Option<Self> {
-        let first = tables.first().filter(|t| t.precision() == Precision::P8)?;
         let mut this = Self {
-            codes: Box::new([Code::new(1, 0)?.marked(Code::LACKING); ALL]),
-            padding: first.padding(),
+            codes: Box::new([Code::new::<P>(1, 0)?.marked(Code::LACKING); ALL]),
+            padding: tables.first()?.padding(),
         };
         let rows = this.codes.as_chunks_mut::<256>().0.iter_mut();
         for (table, codes) in tables.iter().zip(rows) {
             let mark = if table.escape() > 0 { Code::ESCAPED } else { Code::LACKING };
-            codes.fill(Code::new(table.escape().max(1), 0)?.marked(mark));
+            codes.fill(Code::new::<P>(table.escape().max(1), 0)?.marked(mark));
             for (entry, start) in table.slots() {
-                codes[usize::from(entry.symbol)] = Code::new(entry.freq, start)?;
+                codes[usize::from(entry.symbol)] = Code::new::<P>(entry.freq, start)?;
             }
         }
         Some(this)
@@ -94,7 +93,7 @@ impl Encoder {
         words: &mut [u8],
         at: &mut usize,
     ) -> Result<()> {
-        if *at < MOST_BLOCK {
+        if *at < most_block(P) {
             return Err(Error::limit("rans: no room for words"));
         }
         if self.look_up(&numbers(block, contexts), codes) {
@@ -102,15 +101,18 @@ impl Encoder {
         }
         let mut next = words[..*at].as_mut_ptr_range().end;
         let mut x = load(states);
-        for [first, second] in codes.as_chunks().0.iter().rev() {
-            unrolled!(V in [3 2 1 0] {
-                let (first, second) = (&first[V], &second[V]);
-                let limit = _mm256_mullo_epi16(first.freq(), second.freq());
-                // SAFETY: a pair of steps emits at most 16 bytes for each register, and always writes 16: all
-                // pairs together touch at most half of MOST_BLOCK and 16 bytes.
-                unsafe { emit(&mut x[V], limit, &mut next) };
-                x[V] = first.step(second.step(x[V]));
-            });
+        // SAFETY: a renormalisation emits at most 16 bytes for each register, and always writes 16. There is room for
+        // those of all that remain: escapes have taken at most their share.
+        unsafe {
+            if P == 8 {
+                for [first, second] in codes.as_chunks().0.iter().rev() {
+                    unrolled!(V in [3 2 1 0] { put_two(&mut x[V], &first[V], &second[V], &mut next) });
+                }
+            } else {
+                for codes in codes.iter().rev() {
+                    unrolled!(V in [3 2 1 0] { put_one(&mut x[V], &codes[V], &mut next) });
+                }
+            }
         }
         store(x, states);
         *at = next as usize - words.as_ptr() as usize;

@@ -11,8 +11,11 @@ use super::super::stream::{BLOCK, LANES, RUN};
 use super::super::table::Table;
 use super::{WIDTH, load, store};
 
-/// The most bytes that a block emits, with those that it may overwrite before them.
-pub(super) const MOST_BLOCK: usize = 2 * LANES * RUN;
+/// The most bytes that a block emits with precision `P`, with those that it may overwrite before them: a word of
+/// each lane for each renormalisation, and one for every second escape.
+pub(super) const fn most_block(p: u32) -> usize {
+    2 * LANES * (RUN / if p == 8 { 2 } else { 1 } + RUN / 2)
+}
 
 /// For each set of lanes, the shuffle that moves the words of these lanes to the end, in order.
 static GATHER: Gather = Gather({
@@ -42,40 +45,34 @@ struct Gather([[u8; 2 * WIDTH]; 256]);
 #[repr(C, align(8))]
 pub(super) struct Code {
     multiplier: u32,
-    /// 256 minus the frequency.
-    less: u8,
-    freq: u8,
-    start: u8,
-    /// The shift, with marks in the bits above it.
-    shift: u8,
+    /// With `P = 8`, 256 minus the frequency, the frequency, the first slot (8 bits each) and the shift; with
+    /// `P = 12`, the frequency, the first slot (12 bits each) and the shift. Marks are in the bits above the shift.
+    rest: u32,
 }
 
 impl Code {
     /// The mark of a symbol that is escaped.
-    pub(super) const ESCAPED: u8 = 0x80;
+    pub(super) const ESCAPED: u32 = 1 << 31;
     /// The mark of a symbol that neither is in its table nor can be escaped.
-    pub(super) const LACKING: u8 = 0x40;
+    pub(super) const LACKING: u32 = 1 << 30;
 
-    /// The code of a symbol; `None` for a frequency of 256.
-    pub(super) fn new(freq: u16, start: u16) -> Option<Self> {
+    /// The code of a symbol of precision `P`; `None` if the symbol has all slots.
+    pub(super) fn new<const P: u32>(freq: u16, start: u16) -> Option<Self> {
         let (multiplier, shift) = reciprocal32(freq);
-        Some(Self {
-            multiplier,
-            less: (256 - freq).try_into().ok()?,
-            freq: freq.try_into().ok()?,
-            start: start as u8,
-            shift,
-        })
+        let [freq, start, shift] = [freq.into(), start.into(), u32::from(shift)];
+        let less = (1u32 << P).checked_sub(freq).filter(|less| *less > 0)?;
+        let rest = if P == 8 { less | freq << 8 | start << 16 } else { freq | start << 12 };
+        Some(Self { multiplier, rest: rest | shift << 24 })
     }
 
     /// The code with a mark, which [`Codes::take_escapes`] must remove before the code is used.
-    pub(super) fn marked(self, mark: u8) -> Self {
-        Self { shift: self.shift | mark, ..self }
+    pub(super) fn marked(self, mark: u32) -> Self {
+        Self { rest: self.rest | mark, ..self }
     }
 }
 
 /// The codes of all symbols; symbols that the table lacks have the code of the escape.
-pub(crate) struct Encoder {
+pub(crate) struct Encoder<const P: u32> {
     codes: [Code; 256],
     /// The symbols of the table.
     known: Set,
@@ -84,18 +81,18 @@ pub(crate) struct Encoder {
     padding: u8,
 }
 
-impl Encoder {
-    /// The encoder for a table of `P = 8`; `None` if it has no symbols.
+impl<const P: u32> Encoder<P> {
+    /// The encoder for a table of precision `P`; `None` for one without symbols or with a single one.
     pub(crate) fn new(table: &Table) -> Option<Self> {
         let escapes = table.escape() > 0;
         let mut this = Self {
-            codes: [Code::new(table.escape().max(1), 0)?; 256],
+            codes: [Code::new::<P>(table.escape().max(1), 0)?; 256],
             known: Set::default(),
             escapes,
             padding: table.padding(),
         };
         for (entry, start) in table.slots() {
-            this.codes[usize::from(entry.symbol)] = Code::new(entry.freq, start)?;
+            this.codes[usize::from(entry.symbol)] = Code::new::<P>(entry.freq, start)?;
             this.known.insert(entry.symbol);
         }
         Some(this)
@@ -139,7 +136,7 @@ impl Encoder {
         at: &mut usize,
     ) -> Result<()> {
         for block in blocks.iter().rev() {
-            if *at < MOST_BLOCK {
+            if *at < most_block(P) {
                 return Err(Error::limit("rans: no room for words"));
             }
             let missing = self.known.missing(block);
@@ -150,8 +147,8 @@ impl Encoder {
                 put_escapes(states, block, &missing, words, at);
             }
             let mut next = words[..*at].as_mut_ptr_range().end;
-            // SAFETY: a pair of steps emits at most 16 bytes for each register, and always writes
-            // 16: all pairs together touch at most half of MOST_BLOCK and 16 bytes.
+            // SAFETY: a renormalisation emits at most 16 bytes for each register, and always writes 16.
+            // There is room for those of all that remain: escapes have taken at most their share.
             unsafe { self.steps(states, block, &mut next) };
             *at = next as usize - words.as_ptr() as usize;
         }
@@ -162,12 +159,13 @@ impl Encoder {
     ///
     /// # Safety
     /// - The machine has AVX2.
-    /// - MOST_BLOCK bytes before `next` may be written.
+    /// - 16 bytes before `next` may be written for each register and renormalisation.
     #[inline]
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     unsafe fn steps(&self, states: &mut [u32; LANES], block: &[u8; BLOCK], next: &mut *mut u8) {
         let mut x = load(states);
-        for pair in (0..RUN).step_by(2).rev() {
+        let together = if P == 8 { 2 } else { 1 };
+        for first in (0..RUN).step_by(together).rev() {
             unrolled!(V in [3 2 1 0] {
                 let symbols = &block.as_chunks::<{ WIDTH * RUN }>().0[V];
                 // The remainder shows the compiler that the index is in bounds.
@@ -176,12 +174,15 @@ impl Encoder {
                         &raw const self.codes[usize::from(symbols[RUN * lane + k % RUN])]
                     }
                 };
-                // SAFETY: each pointer is to a code.
-                let (second, first) = unsafe { (look_up(of(pair + 1)), look_up(of(pair))) };
-                let limit = _mm256_mullo_epi16(first.freq(), second.freq());
-                // SAFETY: 16 bytes before `next` may be written, as for this function.
-                unsafe { emit(&mut x[V], limit, next) };
-                x[V] = first.step(second.step(x[V]));
+                // SAFETY: each pointer is to a code; `next` is as for this function.
+                unsafe {
+                    if P == 8 {
+                        let (second, first) = (look_up(of(first + 1)), look_up(of(first)));
+                        put_two(&mut x[V], &first, &second, next);
+                    } else {
+                        put_one(&mut x[V], &look_up(of(first)), next);
+                    }
+                }
             });
         }
         store(x, states);
@@ -291,30 +292,77 @@ impl Codes {
     #[inline]
     #[target_feature(enable = "avx2")]
     fn marked() -> __m256i {
-        _mm256_set1_epi32(i32::from_be_bytes([Code::ESCAPED | Code::LACKING, 0, 0, 0]))
+        _mm256_set1_epi32((Code::ESCAPED | Code::LACKING).cast_signed())
     }
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    pub(super) fn freq(&self) -> __m256i {
-        _mm256_and_si256(_mm256_srli_epi32::<8>(self.rest), _mm256_set1_epi32(0xff))
+    fn freq<const P: u32>(&self) -> __m256i {
+        let freq = if P == 8 { _mm256_srli_epi32::<8>(self.rest) } else { self.rest };
+        _mm256_and_si256(freq, _mm256_set1_epi32((1 << P) - 1))
     }
 
-    /// `(x / freq) << 8 | start + x % freq`, which is `x + (x / freq) * (256 - freq) + start`.
+    /// `2^P` minus the frequency.
     #[inline]
     #[target_feature(enable = "avx2")]
-    pub(super) fn step(&self, x: __m256i) -> __m256i {
-        let low = _mm256_set1_epi32(0xff);
+    fn less<const P: u32>(&self) -> __m256i {
+        if P == 8 {
+            _mm256_and_si256(self.rest, _mm256_set1_epi32(0xff))
+        } else {
+            _mm256_sub_epi32(_mm256_set1_epi32(1 << P), self.freq::<P>())
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn start<const P: u32>(&self) -> __m256i {
+        let start = if P == 8 {
+            _mm256_srli_epi32::<16>(self.rest)
+        } else {
+            _mm256_srli_epi32::<12>(self.rest)
+        };
+        _mm256_and_si256(start, _mm256_set1_epi32((1 << P) - 1))
+    }
+
+    /// `(x / freq) << P | start + x % freq`, which is `x + (x / freq) * (2^P - freq) + start`.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn step<const P: u32>(&self, x: __m256i) -> __m256i {
         let odd = |v| _mm256_srli_epi64::<32>(v);
         let even_products = _mm256_mul_epu32(x, self.multiplier);
         let odd_products = _mm256_mul_epu32(odd(x), odd(self.multiplier));
         let high = _mm256_blend_epi32::<0xaa>(odd(even_products), odd_products);
         let shift = _mm256_srli_epi32::<24>(self.rest);
         let quotient = _mm256_srlv_epi32(_mm256_add_epi32(x, high), shift);
-        let less = _mm256_and_si256(self.rest, low);
-        let start = _mm256_and_si256(_mm256_srli_epi32::<16>(self.rest), low);
-        _mm256_add_epi32(_mm256_add_epi32(x, start), _mm256_mullo_epi32(quotient, less))
+        let rest = _mm256_add_epi32(x, self.start::<P>());
+        _mm256_add_epi32(rest, _mm256_mullo_epi32(quotient, self.less::<P>()))
     }
+}
+
+/// Codes two symbols of each lane with `P = 8`, the second one first, after a single renormalisation.
+///
+/// # Safety
+/// - The 16 bytes before `next` may be written.
+#[inline]
+#[target_feature(enable = "avx2,popcnt")]
+pub(super) unsafe fn put_two(x: &mut __m256i, first: &Codes, second: &Codes, next: &mut *mut u8) {
+    let limit = _mm256_mullo_epi16(first.freq::<8>(), second.freq::<8>());
+    // SAFETY: as for this function.
+    unsafe { emit(x, limit, next) };
+    *x = first.step::<8>(second.step::<8>(*x));
+}
+
+/// Codes a symbol of each lane with `P = 12`.
+///
+/// # Safety
+/// - The 16 bytes before `next` may be written.
+#[inline]
+#[target_feature(enable = "avx2,popcnt")]
+pub(super) unsafe fn put_one(x: &mut __m256i, codes: &Codes, next: &mut *mut u8) {
+    let limit = _mm256_slli_epi32::<4>(codes.freq::<12>());
+    // SAFETY: as for this function.
+    unsafe { emit(x, limit, next) };
+    *x = codes.step::<12>(*x);
 }
 
 /// Emits the low half of every lane whose high half has reached `limit`.
@@ -323,7 +371,7 @@ impl Codes {
 /// - The 16 bytes before `next` may be written.
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
-pub(super) unsafe fn emit(x: &mut __m256i, limit: __m256i, next: &mut *mut u8) {
+unsafe fn emit(x: &mut __m256i, limit: __m256i, next: &mut *mut u8) {
     let high = _mm256_srli_epi32::<16>(*x);
     let keeps = _mm256_cmpgt_epi32(limit, high);
     let set = !_mm256_movemask_ps(_mm256_castsi256_ps(keeps)) as usize & 0xff;

@@ -1,5 +1,4 @@
-//! AVX2: the 32 lanes of a segment in four registers. Encoding is for `P = 8`,
-//! decoding for any stream.
+//! AVX2: the 32 lanes of a segment in four registers, for any stream.
 
 use std::arch::x86_64::*;
 
