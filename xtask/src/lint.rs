@@ -22,11 +22,15 @@ pub(crate) fn python(root: &Path) -> Result<()> {
     proc::run(ruff.args(["check", "--no-cache", "--config", RULES, "."]))
 }
 
-/// Clippy and rustdoc, without a warning.
+/// Clippy and rustdoc, without a warning, and the lock file of `fuzz`, which is no part of the workspace: `--locked`
+/// refuses it when a crate's dependencies have changed since.
 ///
 /// # Errors
-/// If either finds something.
+/// If any of them finds something.
 pub(crate) fn rust(root: &Path) -> Result<()> {
+    let mut fuzz = proc::cargo(root);
+    fuzz.args(["metadata", "--locked", "--format-version", "1"]);
+    proc::output(fuzz.args(["--manifest-path", "fuzz/Cargo.toml"]))?;
     let mut clippy = proc::cargo(root);
     clippy.args(["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"]);
     proc::run(&mut clippy)?;
