@@ -6,7 +6,7 @@ use s4_format::{DType, LayoutId, PredictorId, ResidualId};
 use s4_predict::Update;
 
 use super::TensorFacts;
-use super::coding::{KnownPlane, PlannedPlane};
+use super::coding::{KnownPlane, PlannedPlane, RememberedPlane};
 use crate::TensorPlan;
 
 /// A choice holds while its cost is within this part of what it was: 8 means one in 8.
@@ -15,8 +15,8 @@ const HOLDS: u64 = 8;
 const HOLDS_ELSEWHERE: u64 = 4;
 /// The same for a choice made for another tensor that is alike.
 const HOLDS_ALIKE: u64 = 16;
-/// What was found of a plane is reused while its entropy stays within this part of the bits of all
-/// planes.
+/// What was found of a plane of the same tensor is reused while its entropy stays within this part of the bits of all
+/// planes. What was found of another's is an estimate anyway, and is reused as long as the choice may hold.
 const PLANE_HOLDS: u64 = 128;
 /// A remembered difference is used again, without a comparison with the values stored without the
 /// parent, if it saves at least this part of what they took.
@@ -113,13 +113,13 @@ impl Choice {
     /// than which method is best.
     #[must_use]
     pub fn at_other_distance(self) -> Self {
-        Self { planes: [None; MAX_PLANES], update: None, of: ChosenFor::OtherDistance, ..self }
+        Self { update: None, of: ChosenFor::OtherDistance, ..self }
     }
 
     /// The same for another tensor of the same checkpoint that is alike and has no choice of its own.
     #[must_use]
     pub fn for_one_alike(self) -> Self {
-        Self { planes: [None; MAX_PLANES], update: None, of: ChosenFor::Another, ..self }
+        Self { update: None, of: ChosenFor::Another, ..self }
     }
 
     /// The choice after it held, where `now` records the new plan. If it was made at another
@@ -137,9 +137,12 @@ impl Choice {
         self.bits
     }
 
-    /// What was found of a plane whose symbols have contexts, and by how many bits it may differ.
-    pub(super) fn plane(&self, number: usize) -> Option<(KnownPlane, u64)> {
-        Some(((*self.planes.get(number)?)?, self.bits / PLANE_HOLDS))
+    /// What is remembered of a plane whose symbols have contexts.
+    pub(super) fn plane(&self, number: usize) -> Option<RememberedPlane> {
+        let plane = (*self.planes.get(number)?)?;
+        let is_own = self.of == ChosenFor::Same;
+        let part = if is_own { PLANE_HOLDS } else { self.tolerance() };
+        Some(RememberedPlane { plane, within: self.bits / part, is_own })
     }
 
     /// Whether `planes` turned out as remembered.
@@ -184,12 +187,16 @@ impl Choice {
 
     /// Whether the choice may be kept for a sample that takes `bits` with it.
     pub(super) fn holds(&self, bits: u64) -> bool {
-        let part = match self.of {
+        bits.abs_diff(self.bits) <= self.bits / self.tolerance()
+    }
+
+    /// The part of its bits by which the cost may differ.
+    fn tolerance(&self) -> u64 {
+        match self.of {
             ChosenFor::Same => HOLDS,
             ChosenFor::OtherDistance => HOLDS_ELSEWHERE,
             ChosenFor::Another => HOLDS_ALIKE,
-        };
-        bits.abs_diff(self.bits) <= self.bits / part
+        }
     }
 }
 

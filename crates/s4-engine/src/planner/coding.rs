@@ -69,6 +69,33 @@ pub(super) struct KnownPlane {
     bits: u64,
 }
 
+/// What is remembered of a plane.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RememberedPlane {
+    pub(super) plane: KnownPlane,
+    /// It is reused while the entropy is within this many bits of what it was.
+    pub(super) within: u64,
+    /// Whether it was found for the same tensor, at the same distance to its parent.
+    pub(super) is_own: bool,
+}
+
+impl RememberedPlane {
+    /// What is known of a plane whose contexts now have these entropies; `None` if it may not be reused.
+    fn known(self, entropies: u64) -> Option<KnownPlane> {
+        let Self { plane, within, is_own } = self;
+        let holds = entropies.abs_diff(plane.entropies) <= within;
+        match is_own {
+            true => holds.then_some(plane),
+            // What is noise in one tensor need not be noise in another.
+            false => (holds && plane.tables != Tables::None).then(|| KnownPlane {
+                entropies,
+                bits: plane.bits_of(entropies),
+                ..plane
+            }),
+        }
+    }
+}
+
 impl KnownPlane {
     /// The bits if the plane is coded the same way again, taking the cost of tables as unchanged.
     fn bits_of(&self, entropies: u64) -> u64 {
@@ -160,21 +187,19 @@ pub(super) fn choose(
 
 /// As [`choose`], for symbols with contexts. `values`: values of the tensor, which stores the tables once. `smooth`:
 /// the distance between large symbols that are about equally frequent, and how many bits a single table, which is
-/// faster, may lose. `shared`: whether chunks share the tables. `known`: what was found of the same plane before,
-/// which is used without comparing anything else while the entropy is within the given number of bits of what it was.
+/// faster, may lose. `shared`: whether chunks share the tables. `known`: what is remembered of such a plane; nothing
+/// else is compared while it may be reused.
 pub(super) fn choose_in_context(
     (plane, contexts): (&[u8], &[u8]),
     dense: bool,
     values: u64,
     (smooth, shared): (Option<(usize, u64)>, bool),
-    known: Option<(KnownPlane, u64)>,
+    known: Option<RememberedPlane>,
 ) -> (PlannedPlane, u64) {
     let (raw, noise) = noise(plane, dense);
     let seen = counts_of(plane, contexts);
     let entropies = seen.iter().map(entropy).sum::<u64>();
-    let holds =
-        |(known, within): &(KnownPlane, u64)| entropies.abs_diff(known.entropies) <= *within;
-    let known = known.filter(holds).map(|(known, _)| known);
+    let known = known.and_then(|known| known.known(entropies));
     let planned = |tables, bits, counts| {
         let noise_planned = tables == Tables::None && raw == 8 * plane.len() as u64;
         let coding = if tables == Tables::None { noise } else { PlaneCoding::RANS8 };
@@ -345,8 +370,11 @@ mod tests {
 
     #[test]
     fn what_is_known_of_a_plane_is_used_while_its_entropy_is_about_what_it_was() {
-        let choose = |(symbols, contexts): &(Vec<u8>, Vec<u8>), known| {
+        let choose = |(symbols, contexts): &(Vec<u8>, Vec<u8>),
+                      known: Option<(KnownPlane, u64)>| {
             let tables = (Some((1, 0)), true);
+            let own = |(plane, within)| RememberedPlane { plane, within, is_own: true };
+            let known = known.map(own);
             choose_in_context((symbols, contexts), false, 1 << 20, tables, known)
         };
         let (before, bits) = choose(&plane(8), None);
@@ -362,5 +390,21 @@ mod tests {
         let (fresh, of_fresh) = choose(&plane(16), None);
         assert!(!other.one_table && of_other == of_fresh && other.known == fresh.known);
         assert_ne!(other.known, Some(known));
+    }
+
+    #[test]
+    fn what_is_known_of_another_tensor_is_made_to_fit_and_never_says_that_a_plane_is_noise() {
+        let entropies = 10_000;
+        let of = |tables| KnownPlane { tables, entropies, bits: 10_500 };
+        let other = |plane| RememberedPlane { plane, within: 1000, is_own: false };
+        let found = other(of(Tables::Several)).known(10_700);
+        assert_eq!(
+            found,
+            Some(KnownPlane { entropies: 10_700, bits: 11_200, ..of(Tables::Several) })
+        );
+        assert_eq!(other(of(Tables::Several)).known(11_001), None);
+        assert_eq!(other(of(Tables::None)).known(10_000), None);
+        let own = RememberedPlane { is_own: true, ..other(of(Tables::None)) };
+        assert_eq!(own.known(10_700), Some(of(Tables::None)));
     }
 }

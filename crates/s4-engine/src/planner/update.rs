@@ -89,6 +89,8 @@ struct Looked {
     weights: Vec<i32>,
     /// Bits that each difference takes.
     lengths: Vec<u8>,
+    /// The most of them.
+    longest: usize,
 }
 
 impl Looked {
@@ -102,14 +104,16 @@ impl Looked {
             bytes[..u.len()].copy_from_slice(u);
             (u64::BITS - u64::from_le_bytes(bytes).leading_zeros()) as u8
         };
-        let lengths = differences.chunks_exact(width.bytes()).step_by(step).map(length).collect();
-        Self { updates, weights, lengths }
+        let lengths = differences.chunks_exact(width.bytes()).step_by(step).map(length);
+        let lengths: Vec<_> = lengths.collect();
+        let longest = lengths.iter().copied().max().map_or(0, usize::from);
+        Self { updates, weights, lengths, longest }
     }
 }
 
 /// The floor and offset whose classes tell most about the lengths of the differences.
 fn cheapest(update: Update, looked: &Looked) -> Update {
-    let Looked { updates, weights, lengths } = looked;
+    let Looked { updates, weights, lengths, longest } = looked;
     if updates.is_empty() {
         return update;
     }
@@ -133,7 +137,7 @@ fn cheapest(update: Update, looked: &Looked) -> Update {
                 let class = (over + i32::from(candidate.offset)) / CLASS;
                 counts[class.clamp(0, 15) as usize][usize::from(*length)] += 1;
             }
-            let bits = counts.iter().map(|counts| entropy_of(counts)).sum();
+            let bits = counts.iter().map(|counts| entropy_of(&counts[..=*longest])).sum();
             if bits < least {
                 (least, best) = (bits, candidate);
             }
