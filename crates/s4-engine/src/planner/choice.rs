@@ -7,6 +7,7 @@ use s4_predict::Update;
 
 use super::TensorFacts;
 use super::coding::{KnownPlane, PlannedPlane, RememberedPlane};
+use super::update::Shape;
 use crate::TensorPlan;
 
 /// A choice holds while its cost is within this part of what it was: 8 means one in 8.
@@ -57,8 +58,9 @@ pub struct Choice {
     offsets: bool,
     /// What was found of planes whose symbols have contexts.
     planes: [Option<KnownPlane>; MAX_PLANES],
-    /// How the contexts of [`Method::Update`] are derived.
+    /// How the contexts of [`Method::Update`] are derived, and what that has in common with similar tensors.
     update: Option<Update>,
+    shape: Option<Shape>,
     /// What the choice was made for.
     of: ChosenFor,
 }
@@ -85,7 +87,7 @@ impl Choice {
     pub(super) fn of(
         about: &TensorFacts<'_>,
         sampled: usize,
-        (planned, planes): (&TensorPlan, [Option<KnownPlane>; MAX_PLANES]),
+        (planned, planes, shape): (&TensorPlan, [Option<KnownPlane>; MAX_PLANES], Option<Shape>),
         (bits, alone): (u64, u64),
     ) -> Option<Self> {
         let plan = &planned.plan;
@@ -105,7 +107,7 @@ impl Choice {
         };
         let (offsets, of) = (about.has_offsets, ChosenFor::Same);
         let choice =
-            Self { method, layout, dtype, values, bits, alone, offsets, planes, update, of };
+            Self { method, layout, dtype, values, bits, alone, offsets, planes, update, shape, of };
         (sampled < about.bytes).then_some(choice)
     }
 
@@ -148,6 +150,11 @@ impl Choice {
     /// Whether `planes` turned out as remembered.
     pub(super) fn planes_are(&self, planes: &[PlannedPlane]) -> bool {
         known_planes(planes) == self.planes
+    }
+
+    /// The shape of the contexts of [`Method::Update`].
+    pub(super) fn shape(&self) -> Option<Shape> {
+        self.shape
     }
 
     /// How the contexts of [`Method::Update`] are derived.
@@ -209,8 +216,20 @@ mod tests {
         let (method, layout, dtype) = (Method::Sub, LayoutId::FIELDS, DType::Float32);
         let (planes, of, offsets) = ([None; MAX_PLANES], ChosenFor::Same, false);
         let (values, bits, alone, update) = (1, 800, 2000, None);
-        let choice =
-            Choice { method, layout, dtype, values, bits, alone, offsets, planes, update, of };
+        let shape = None;
+        let choice = Choice {
+            method,
+            layout,
+            dtype,
+            values,
+            bits,
+            alone,
+            offsets,
+            planes,
+            update,
+            shape,
+            of,
+        };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
         let now = Choice { bits: 900, ..choice };
         assert_eq!(choice.renewed(Some(now)), Some(choice));

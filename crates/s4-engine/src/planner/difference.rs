@@ -7,6 +7,7 @@ use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
 use super::choice::{Choice, Method, known_planes};
 use super::layout::{Candidate, Counted, SampleKind};
+use super::update::Shape;
 use super::{
     MomentSample, PLAN_BITS, ParentSample, Sample, TensorFacts, allowed, are_same, finish,
 };
@@ -78,10 +79,10 @@ impl CpuEngine {
             let choice = plan.choice.filter(|_| all);
             return Ok(TensorPlan { choice, ..plan });
         };
-        let (bits, planes) = (delta.bits(), known_planes(&delta.best.planes));
+        let (bits, planes, shape) = (delta.bits(), known_planes(&delta.best.planes), delta.shape);
         let plan = delta.plan(about, parent)?;
         let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
-            let choice = Choice::of(about, sampled, (&plan, planes), (bits, least));
+            let choice = Choice::of(about, sampled, (&plan, planes, shape), (bits, least));
             return Ok(TensorPlan { choice: choice.filter(|_| all), ..plan });
         };
         let fast = TensorFacts { preset: Preset::Fast, ..*about };
@@ -121,9 +122,9 @@ impl CpuEngine {
                 return Ok(Again::Differs);
             }
         }
-        let (bits, planes) = (made.bits(), known_planes(&made.best.planes));
+        let (bits, planes, shape) = (made.bits(), known_planes(&made.best.planes), made.shape);
         let plan = made.plan(again, parent)?;
-        let now = Choice::of(about, from.sample.values.len(), (&plan, planes), (bits, bits));
+        let now = Choice::of(about, from.sample.values.len(), (&plan, planes, shape), (bits, bits));
         Ok(Again::Holds(Box::new(TensorPlan { choice: choice.renewed(now), ..plan })))
     }
 
@@ -170,6 +171,7 @@ impl CpuEngine {
             let width = width_of(about.width())?;
             self.kernels.sub_values(width, &mut from.ordered, parent.values);
         }
+        let mut shape = None;
         let (best, side) = match method {
             Method::Xor => {
                 let mut sample = from.sample.values.clone();
@@ -206,9 +208,13 @@ impl CpuEngine {
                     && let Some(best) = self.in_updates(about, &turned, given, known, scratch)?
                     && choice.planes_are(&best.planes)
                 {
+                    shape = choice.shape();
                     (Some(best), known.to_bytes())
                 } else {
-                    let update = self.fit_update(turn, (dtype, parent.values), moments, &turned)?;
+                    let of = about.again.filter(Choice::is_of_another).and_then(|c| c.shape());
+                    let values = (dtype, parent.values);
+                    let (update, found) = self.fit_update(turn, values, moments, &turned, of)?;
+                    shape = Some(found);
                     (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
                 }
             }
@@ -221,7 +227,7 @@ impl CpuEngine {
             }
             _ => return Ok(None),
         };
-        Ok(best.map(|best| Difference { method, best, side }))
+        Ok(best.map(|best| Difference { method, best, side, shape }))
     }
 
     /// The cost of differences in the order of values, negated as the moments say, with contexts from updates.
@@ -292,6 +298,8 @@ struct Difference {
     best: Candidate,
     /// Side data that its chunks need: that of contexts, or offsets. Empty if there is none.
     side: Vec<u8>,
+    /// That of contexts from moments.
+    shape: Option<Shape>,
 }
 
 impl Difference {
@@ -301,7 +309,7 @@ impl Difference {
 
     /// The plan of the tensor.
     fn plan(self, about: &TensorFacts<'_>, parent: &ParentSample<'_>) -> Result<TensorPlan> {
-        let Self { method, best, side } = self;
+        let Self { method, best, side, .. } = self;
         let (manifest, tensor) = (parent.manifest, parent.tensor);
         let plan = |layout| match (method, &parent.moments) {
             (Method::Update, Some(moments)) => {

@@ -316,7 +316,7 @@ impl CpuEngine {
         }
         // If the earlier choice did not hold, less was compared: nothing is remembered, so that the
         // next time everything is.
-        let now = Choice::of(about, sample.values.len(), (&plan, planes), (bits, bits));
+        let now = Choice::of(about, sample.values.len(), (&plan, planes, None), (bits, bits));
         let choice = match known {
             Some(choice) => choice.renewed(now).filter(|_| choice.holds(bits)),
             None => now,

@@ -19,6 +19,15 @@ const FEW: usize = 50;
 /// Units in a class.
 const CLASS: i32 = 64;
 
+/// What a tensor's contexts have in common with those of similar tensors, whose updates have other sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Shape {
+    /// The floor, above the median of updates; `None`: there is none.
+    floor: Option<i32>,
+    /// One of [`TOPS`].
+    top: i32,
+}
+
 /// A tensor's moment at the positions of its sample.
 #[derive(Debug, Clone, Copy)]
 pub struct MomentSample<'a> {
@@ -56,7 +65,8 @@ impl CpuEngine {
         Ok(Some(update))
     }
 
-    /// The best way to derive contexts for differences that were negated as these moments say.
+    /// The best way to derive contexts for differences that were negated as these moments say, among all or of the
+    /// given shape.
     ///
     /// # Errors
     /// `Corrupt` if the numbers of values differ.
@@ -66,7 +76,8 @@ impl CpuEngine {
         (dtype, parent): (DType, &[u8]),
         moments: &[MomentSample<'_>; 2],
         differences: &[u8],
-    ) -> Result<Update> {
+        shape: Option<Shape>,
+    ) -> Result<(Update, Shape)> {
         let width = width_of(dtype.value_width())?;
         let bits = [dtype, update.moments[0], update.moments[1]].map(float_bits);
         let mut sizes = [vec![], vec![], vec![]];
@@ -79,7 +90,11 @@ impl CpuEngine {
             }
             self.kernels.float_sizes(bits, values, sizes);
         }
-        Ok(cheapest(update, &Looked::at(sizes, width, differences)))
+        let looked = Looked::at(sizes, width, differences);
+        Ok(match shape {
+            Some(shape) => (looked.of_shape(update, shape), shape),
+            None => cheapest(update, &looked),
+        })
     }
 }
 
@@ -111,26 +126,52 @@ impl Looked {
     }
 }
 
-/// The floor and offset whose classes tell most about the lengths of the differences.
-fn cheapest(update: Update, looked: &Looked) -> Update {
-    let Looked { updates, weights, lengths, longest } = looked;
-    if updates.is_empty() {
-        return update;
+impl Looked {
+    fn median(&self) -> i32 {
+        nth(&mut self.updates.clone(), self.updates.len() / 2)
     }
-    let mut sorted = updates.clone();
-    let median = *sorted.select_nth_unstable(updates.len() / 2).1;
-    let floors = std::iter::once(i32::from(i16::MIN)).chain(FLOORS.map(|above| median + above));
-    let (mut least, mut best) = (u64::MAX, update);
-    for floor in floors {
+
+    /// How far each update is above its weight if none is below a floor, and what one in [`FEW`] exceeds.
+    fn above_weights(&self, floor: i32) -> (Vec<i32>, i32) {
         let over = |(update, weight): (&i32, &i32)| (*update).max(floor) - weight;
-        let over: Vec<i32> = updates.iter().zip(weights).map(over).collect();
-        sorted.clone_from(&over);
-        let high = *sorted.select_nth_unstable(over.len() - 1 - over.len() / FEW).1;
+        let over: Vec<i32> = self.updates.iter().zip(&self.weights).map(over).collect();
+        let high = nth(&mut over.clone(), over.len().saturating_sub(1 + over.len() / FEW));
+        (over, high)
+    }
+
+    /// Contexts of a shape.
+    fn of_shape(&self, update: Update, Shape { floor, top }: Shape) -> Update {
+        let floor = floor_of(floor, self.median());
+        update_of(update, floor, top, self.above_weights(floor).1)
+    }
+}
+
+/// The number at a position of a sorted list; 0 beyond its end.
+fn nth(numbers: &mut [i32], position: usize) -> i32 {
+    if position < numbers.len() { *numbers.select_nth_unstable(position).1 } else { 0 }
+}
+
+/// A floor so far above the median.
+fn floor_of(above: Option<i32>, median: i32) -> i32 {
+    above.map_or(i16::MIN.into(), |above| median + above)
+}
+
+fn update_of(update: Update, floor: i32, top: i32, high: i32) -> Update {
+    // A value that does not fit is beyond any class.
+    let short = |x: i32| x.clamp(i16::MIN.into(), i16::MAX.into()) as i16;
+    Update { floor: short(floor), offset: short(top * CLASS - high), ..update }
+}
+
+/// The floor and offset whose classes tell most about the lengths of the differences.
+fn cheapest(update: Update, looked: &Looked) -> (Update, Shape) {
+    let Looked { lengths, longest, .. } = looked;
+    let median = looked.median();
+    let (mut least, mut best) = (u64::MAX, (update, Shape { floor: None, top: TOPS[0] }));
+    for above in std::iter::once(None).chain(FLOORS.map(Some)) {
+        let floor = floor_of(above, median);
+        let (over, high) = looked.above_weights(floor);
         for top in TOPS {
-            // A value that does not fit is beyond any class.
-            let short = |x: i32| x.clamp(i16::MIN.into(), i16::MAX.into()) as i16;
-            let candidate =
-                Update { floor: short(floor), offset: short(top * CLASS - high), ..update };
+            let candidate = update_of(update, floor, top, high);
             // A length is at most 64 bits.
             let mut counts = [[0u16; 65]; 16];
             for (over, length) in over.iter().zip(lengths) {
@@ -139,9 +180,34 @@ fn cheapest(update: Update, looked: &Looked) -> Update {
             }
             let bits = counts.iter().map(|counts| entropy_of(&counts[..=*longest])).sum();
             if bits < least {
-                (least, best) = (bits, candidate);
+                (least, best) = (bits, (candidate, Shape { floor: above, top }));
             }
         }
     }
     best
+}
+
+#[cfg(test)]
+mod tests {
+    use s4_format::DType;
+
+    use super::*;
+
+    #[test]
+    fn a_shape_fits_tensors_whose_updates_have_other_sizes() {
+        let noise = |i: i32| ((i.wrapping_mul(0x2c1b_3c6d) >> 9) & 0x1ff) - 0x100;
+        let looked = |size: i32| {
+            let updates: Vec<_> = (0..2000).map(|i| size + noise(i)).collect();
+            let weights: Vec<_> = (0..2000).map(|i| noise(i + 5000) & !0x7f).collect();
+            let over = updates.iter().zip(&weights).map(|(u, w)| (u - w - size + 600) / 64);
+            let lengths: Vec<_> = over.map(|bits| bits.clamp(0, 30) as u8).collect();
+            Looked { updates, weights, lengths, longest: 30 }
+        };
+        let any = Update { floor: i16::MIN, offset: 0, moments: [DType::Float32; 2] };
+        let (found, shape) = cheapest(any, &looked(-900));
+        assert_eq!(looked(-900).of_shape(any, shape), found);
+        let larger = looked(-400).of_shape(any, shape);
+        assert_eq!(larger.offset, found.offset - 500);
+        assert_eq!(cheapest(any, &looked(-400)), (larger, shape));
+    }
 }
