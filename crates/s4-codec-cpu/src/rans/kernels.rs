@@ -183,40 +183,30 @@ pub(super) enum Encoder {
 
 impl Encoder {
     /// Encodes up to [`super::GROUP`] segments.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(unused_unsafe, reason = "all kernels are plain Rust")
+    )]
     pub(super) fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
-        match self {
-            Self::ScalarP8(encoder) => {
-                parts.iter_mut().try_for_each(|part| encoder.segment::<8>(part))
+        let mut each = parts.iter_mut();
+        // SAFETY: `Rans::new` has checked that the machine has the instructions.
+        unsafe {
+            match self {
+                Self::ScalarP8(e) => each.try_for_each(|part| e.segment::<8>(part)),
+                Self::ScalarP12(e) => each.try_for_each(|part| e.segment::<12>(part)),
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx2P8(e) => each.try_for_each(|part| e.segment(part)),
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx2P12(e) => each.try_for_each(|part| e.segment(part)),
+                #[cfg(target_arch = "x86_64")]
+                Self::ContextsP8(e) => each.try_for_each(|part| e.segment(part)),
+                #[cfg(target_arch = "x86_64")]
+                Self::ContextsP12(e) => each.try_for_each(|part| e.segment(part)),
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx512(e) => e.group(parts),
+                #[cfg(target_arch = "x86_64")]
+                Self::Singles(e) => e.group(parts),
             }
-            Self::ScalarP12(encoder) => {
-                parts.iter_mut().try_for_each(|part| encoder.segment::<12>(part))
-            }
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2P8(encoder) => parts.iter_mut().try_for_each(|part| {
-                // SAFETY: `Rans::new` has checked that the machine has the set.
-                unsafe { encoder.segment(part) }
-            }),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2P12(encoder) => parts.iter_mut().try_for_each(|part| {
-                // SAFETY: `Rans::new` has checked that the machine has the set.
-                unsafe { encoder.segment(part) }
-            }),
-            #[cfg(target_arch = "x86_64")]
-            Self::ContextsP8(encoder) => parts.iter_mut().try_for_each(|part| {
-                // SAFETY: `Rans::new` has checked that the machine has the set.
-                unsafe { encoder.segment(part) }
-            }),
-            #[cfg(target_arch = "x86_64")]
-            Self::ContextsP12(encoder) => parts.iter_mut().try_for_each(|part| {
-                // SAFETY: `Rans::new` has checked that the machine has the set.
-                unsafe { encoder.segment(part) }
-            }),
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `Rans::new` has checked that the machine has the set.
-            Self::Avx512(encoder) => unsafe { encoder.group(parts) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: `Rans::new` has checked that the machine has the set.
-            Self::Singles(encoder) => unsafe { encoder.group(parts) },
         }
     }
 }
