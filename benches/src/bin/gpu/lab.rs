@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use s4_codec_gpu::{Cuda, Device, DeviceBuffer, Event, Pinned, Pool, Stream};
-use s4_engine::cuda::DeviceMemory;
+use s4_engine::cuda::{CudaOptions, DeviceMemory};
 
 pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
@@ -22,15 +22,17 @@ pub(crate) struct Lab {
     pub(crate) device: Arc<Device>,
     pub(crate) stream: Arc<Stream>,
     pub(crate) pool: Arc<Pool>,
+    /// Those of the engines whose whole paths are measured.
+    pub(crate) options: CudaOptions,
 }
 
 impl Lab {
-    pub(crate) fn new() -> Outcome<Self> {
+    pub(crate) fn new(options: CudaOptions) -> Outcome<Self> {
         let cuda = Cuda::discover()?;
         let device = cuda.device(0)?;
         let stream = Arc::new(Stream::new(&device)?);
         let pool = Pool::new(&device, u64::MAX);
-        Ok(Self { cuda, device, stream, pool })
+        Ok(Self { cuda, device, stream, pool, options })
     }
 
     pub(crate) fn machine(&self) -> String {

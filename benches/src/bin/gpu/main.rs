@@ -1,6 +1,7 @@
 //! The CUDA engine against the ceilings of its machine and against nvCOMP, in one run of one program.
 //!
-//! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N] [--only preset|presets]`: values are weights of
+//! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N] [--scratch MIB]
+//! [--only preset|presets|path]`: values are weights of
 //! `testdata`, repeated; kernels are timed by device events, whole paths by the clock. `gpu.json`, `gpu.md` and
 //! `gpu.svg` are written to the folder of `--out`. nvCOMP is measured if its library is found
 //! (`NVCOMP_LIBRARY` or the system's), and reported as missing otherwise.
@@ -15,6 +16,7 @@ mod theirs;
 
 use std::path::{Path, PathBuf};
 
+use s4_engine::cuda::CudaOptions;
 use s4_format::DType;
 
 use lab::{Lab, Outcome};
@@ -74,7 +76,10 @@ struct Args {
     mib: Vec<u64>,
     /// How many small tensors there are.
     tensors: u64,
-    /// Measure one part alone: `preset` (preset `nvcomp`), or `presets` (`fast` beside `balanced`).
+    /// Device memory that engines may take, in MiB; by default as much as they do otherwise.
+    scratch: Option<u64>,
+    /// Measure one part alone: `preset` (preset `nvcomp`), `presets` (`fast` beside `balanced`), or `path` (from device
+    /// memory to host memory).
     only: Option<String>,
 }
 
@@ -82,7 +87,7 @@ impl Args {
     fn parse(mut args: impl Iterator<Item = String>) -> Outcome<Self> {
         let (data, folder) = ("testdata".into(), "benches/results".into());
         let mib = vec![64, 1024, 4096];
-        let mut out = Self { data, out: folder, mib, tensors: 3000, only: None };
+        let mut out = Self { data, out: folder, mib, tensors: 3000, scratch: None, only: None };
         while let Some(arg) = args.next() {
             let value = args.next().ok_or_else(|| format!("{arg} needs a value"))?;
             match arg.as_str() {
@@ -90,7 +95,10 @@ impl Args {
                 "--out" => out.out = value.into(),
                 "--mib" => out.mib = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
                 "--tensors" => out.tensors = value.parse()?,
-                "--only" if ["preset", "presets"].contains(&&*value) => out.only = Some(value),
+                "--scratch" => out.scratch = Some(value.parse()?),
+                "--only" if ["preset", "presets", "path"].contains(&&*value) => {
+                    out.only = Some(value)
+                }
                 _ => return Err(format!("unknown argument {arg}").into()),
             }
         }
@@ -104,7 +112,9 @@ fn main() -> Outcome<()> {
         Tile::of(&args.data, DType::BFloat16, "bf16", MODEL)?,
         Tile::of(&args.data, DType::Float32, "fp32", MODEL)?,
     ];
-    let lab = Lab::new()?;
+    let mut options = CudaOptions::default();
+    options.scratch = args.scratch.map_or(options.scratch, |mib| mib * MIB);
+    let lab = Lab::new(options)?;
     let mut groups: Vec<Group> = vec![];
     for tile in &tiles {
         let of_peers = args.mib.iter().copied().filter(|m| *m <= MAX_PEER_MIB).max();
@@ -115,11 +125,13 @@ fn main() -> Outcome<()> {
         if let Some(mib) = of_peers.filter(|_| wants("presets")) {
             groups.extend(presets::measure(&lab, &args.data, tile, mib * MIB)?);
         }
-        if args.only.is_some() {
+        if !wants("path") {
             continue;
         }
         for mib in args.mib.iter().copied() {
-            groups.push(kernels(&lab, tile, mib * MIB, of_peers == Some(mib))?);
+            if args.only.is_none() {
+                groups.push(kernels(&lab, tile, mib * MIB, of_peers == Some(mib))?);
+            }
             groups.push(path::large(&lab, tile, mib * MIB)?);
         }
         if let Some(mib) = of_peers {

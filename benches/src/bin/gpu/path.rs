@@ -5,9 +5,7 @@ use std::time::Instant;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use s4_codec_gpu::DeviceBuffer;
-use s4_engine::cuda::{
-    Batch, CudaEngine, CudaError, CudaOptions, DeviceMemory, FrameJob, Piece, Pinned,
-};
+use s4_engine::cuda::{Batch, CudaEngine, CudaError, DeviceMemory, FrameJob, Piece, Pinned};
 use s4_engine::{
     EncodedChunk, Engine, Jobs, NoInputs, Preset, TensorPlan, TensorSpec, TensorValues,
 };
@@ -78,7 +76,7 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
         targets.push(part(&to, i)?);
     }
     group.ceilings(copies(lab, &from, sizes, true)?, copies(lab, &to, sizes, false)?);
-    let engine = CudaEngine::new(lab.cuda.clone(), CudaOptions::default());
+    let engine = CudaEngine::new(lab.cuda.clone(), lab.options);
     let pool = ThreadPoolBuilder::new().build()?;
     let (mut planned, mut encoded, mut decoded, mut pageable) = (vec![], vec![], vec![], vec![]);
     let timed = |times: &mut Vec<f64>, work: &mut dyn FnMut() -> Outcome<()>| {

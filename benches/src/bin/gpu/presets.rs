@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use rayon::ThreadPoolBuilder;
 use s4_codec_gpu::DeviceBuffer;
-use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory, Pinned};
+use s4_engine::cuda::{CudaEngine, CudaError, DeviceMemory, Pinned};
 use s4_engine::{
     Engine, Input, InputSize, Inputs, Jobs, NoInputs, Preset, TensorValues, parent_probes,
 };
@@ -153,7 +153,7 @@ fn row(
         Some(parents) => parents,
         None => &NoInputs,
     };
-    let engine = CudaEngine::new(lab.cuda.clone(), CudaOptions::default());
+    let engine = CudaEngine::new(lab.cuda.clone(), lab.options);
     let pool = ThreadPoolBuilder::new().build()?;
     let (mut planned, mut encoded, mut decoded, mut plans) = (vec![], vec![], vec![], vec![]);
     for _ in 0..=ROUNDS {

@@ -60,7 +60,7 @@ use host_copies::HostMemory;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
 use plan::device_memory;
-use worker::{Session, Task, Worker};
+use worker::{ENOUGH, Session, Task, Worker};
 
 /// How much memory the engine may take.
 #[derive(Debug, Clone, Copy)]
@@ -288,7 +288,7 @@ impl CudaEngine {
             // Taking the memory costs a millisecond, and tells nothing new if plenty is free.
             let ample = worker.pool.budget().saturating_mul(AMPLE);
             if !is_open || worker.device.memory()?.0 < ample {
-                Session::new(worker, std::iter::empty())?;
+                Session::new(worker, std::iter::empty(), ENOUGH)?;
             }
         }
         Ok(())
@@ -360,6 +360,8 @@ impl CudaEngine {
         let memory = jobs.tensors[run.clone()].iter().map(device_memory);
         let memory = memory.collect::<Result<Vec<_>>>()?;
         let workers = self.workers(Task::Code, memory.iter().map(|m| m.ordinal()))?;
+        let is_delta = jobs.plans[run.clone()].iter().any(|plan| plan.plan.is_delta());
+        let enough = if is_delta { u64::MAX } else { ENOUGH };
         let mut queues = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().chain(&given).copied().filter(|m| m.ordinal() == *ordinal);
@@ -373,7 +375,7 @@ impl CudaEngine {
                     DeviceQueue::Library(queue)
                 }
                 None => {
-                    let session = Session::new(worker, own).map_err(CudaError::from)?;
+                    let session = Session::new(worker, own, enough).map_err(CudaError::from)?;
                     DeviceQueue::Kernels(EncodeQueue::new(session, &self.host, chunks, jobs.pool))
                 }
             };
@@ -486,7 +488,7 @@ impl CudaEngine {
         Ok(Workers(out))
     }
 
-    /// A session on each device, for the part of `memory` that it has.
+    /// A session on each device, to plan or to decode the part of `memory` that it has.
     fn sessions<'a>(
         &self,
         workers: &'a Workers,
@@ -496,7 +498,7 @@ impl CudaEngine {
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
             let Some(worker) = workers.lock(*ordinal) else { continue };
-            sessions.push(Session::new(worker, own)?);
+            sessions.push(Session::new(worker, own, ENOUGH)?);
         }
         Ok(sessions)
     }

@@ -25,6 +25,10 @@ const WHOLE: u64 = 3 << 29;
 const POLITE: u64 = 256 << 20;
 /// Work on few bytes takes at most this many times as much scratch memory, or `POLITE` if that is more.
 const SCRATCH_SHARE: u64 = 4;
+/// As much is enough where the link is slower than the kernels: to decode, and to encode values that have no parent.
+/// More takes longer to map, and nothing is copied beside the first group and the last, which are larger then. Deltas
+/// wait for their kernels, which are faster with larger groups.
+pub(super) const ENOUGH: u64 = 512 << 20;
 /// A slot holds at least the largest frame.
 const SMALLEST_SLOT: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
@@ -186,11 +190,15 @@ impl Worker {
         sizes
     }
 
-    /// Takes device memory for work on `work` bytes, and less than the budget if there is no more,
+    /// Takes device memory for work on `work` bytes, at most `enough`, and less than the budget if there is no more,
     /// down to the least that the engine can work in.
-    fn arena(&self, work: u64, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
+    fn arena(
+        &self,
+        (work, enough): (u64, u64),
+        what: &'static str,
+    ) -> Result<(Sizes, DeviceBuffer)> {
         // A small job gets no faster with more, and mapping takes time.
-        let useful = work.saturating_mul(SCRATCH_SHARE).max(POLITE);
+        let useful = work.saturating_mul(SCRATCH_SHARE).max(POLITE).min(enough);
         let mut sizes = self.sizes(self.most()?.min(useful));
         loop {
             let less = sizes.halved(self.pinned);
@@ -215,18 +223,19 @@ pub(super) struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Takes the device memory, and makes all work wait for the streams of `memory`, which must all
-    /// be on this device. If little is free, it takes less than the budget.
+    /// Takes the device memory, at most `enough` bytes, and makes all work wait for the streams of `memory`, which must
+    /// all be on this device. If little is free, it takes less than the budget.
     ///
     /// # Errors
     /// `OutOfMemory` if there is not even enough for one chunk; `Argument`, `Driver`.
     pub(super) fn new(
         worker: MutexGuard<'a, Worker>,
         memory: impl Iterator<Item = DeviceMemory>,
+        enough: u64,
     ) -> Result<Self> {
         let memory = memory.collect::<Vec<_>>();
         let work = memory.iter().map(DeviceMemory::bytes).fold(0, u64::saturating_add);
-        let (sizes, arena) = worker.arena(work, SCRATCH)?;
+        let (sizes, arena) = worker.arena((work, enough), SCRATCH)?;
         Self::with(worker, sizes, arena, &memory)
     }
 
