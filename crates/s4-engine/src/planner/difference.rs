@@ -298,7 +298,7 @@ struct Difference {
     best: Candidate,
     /// Side data that its chunks need: that of contexts, or offsets. Empty if there is none.
     side: Vec<u8>,
-    /// That of contexts from moments.
+    /// The shape of contexts from moments.
     shape: Option<Shape>,
 }
 
