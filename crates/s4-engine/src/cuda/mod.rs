@@ -66,7 +66,8 @@ use worker::{ENOUGH, Session, Task, Worker};
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
     /// Scratch memory on each device while a call runs, in bytes: at least 16 MiB. A call takes at most an eighth of
-    /// the free device memory, or, if that is more, the smaller of 256 MiB and half of what is free.
+    /// the free device memory, or, if that is more, the smaller of 256 MiB and half of what is free. Decoding, and
+    /// encoding without parents by the project's own codecs, take at most 512 MiB.
     pub scratch: u64,
     /// Page-locked host memory for each device that was used, in bytes, held as long as the engine lives.
     pub pinned: u64,
