@@ -15,15 +15,50 @@ use s4weights::{Error, Preset};
 use crate::Outcome;
 use crate::values::{self, Tensor};
 
+/// The bucket, or container, that the servers have.
+const BUCKET: &str = "s4test";
+/// The account and key that every Azure emulator knows; no secret.
+const AZURE_ACCOUNT: &str = "devstoreaccount1";
+const AZURE_KEY: &str =
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
+
+/// What a server speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Protocol {
+    S3,
+    Azure,
+}
+
+/// A server that keeps its promises.
+#[derive(Debug, Clone)]
+pub(crate) struct Server {
+    pub(crate) name: String,
+    pub(crate) protocol: Protocol,
+    /// `http://127.0.0.1:port`
+    pub(crate) address: String,
+}
+
 /// Where a store is, as a command line names it.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct Target {
-    /// A folder, or a URL of `s3:`
+    /// A folder, or a URL of `s3:` or `az:`
     #[arg(long)]
     pub(crate) url: String,
-    /// The address of the server that speaks S3's protocol
+    /// The address of the server
     #[arg(long)]
     pub(crate) endpoint: Option<String>,
+}
+
+impl Server {
+    /// A place for a store on this server.
+    pub(crate) fn target(&self, name: &str) -> Target {
+        let scheme = match self.protocol {
+            Protocol::S3 => "s3",
+            Protocol::Azure => "az",
+        };
+        let url = format!("{scheme}://{BUCKET}/{name}");
+        Target { url, endpoint: Some(self.address.clone()) }
+    }
 }
 
 impl Target {
@@ -43,13 +78,22 @@ impl Target {
 
     fn options(&self) -> StorageOptions {
         let Some(endpoint) = &self.endpoint else { return StorageOptions::new() };
-        let pairs = [
-            ("key", "test"),
-            ("secret", "test"),
-            ("endpoint_url", endpoint),
-            ("region", "us-east-1"),
-        ];
-        pairs.into_iter().map(|(k, v)| (k.to_owned(), v.to_owned())).collect()
+        let account = format!("{endpoint}/{AZURE_ACCOUNT}");
+        let pairs: &[(&str, &str)] = if self.url.starts_with("az:") {
+            &[
+                ("account_name", AZURE_ACCOUNT),
+                ("account_key", AZURE_KEY),
+                ("endpoint", &account),
+            ]
+        } else {
+            &[
+                ("key", "test"),
+                ("secret", "test"),
+                ("endpoint_url", endpoint),
+                ("region", "us-east-1"),
+            ]
+        };
+        pairs.iter().map(|&(k, v)| (k.to_owned(), v.to_owned())).collect()
     }
 
     /// Deletes every object of the store whose key `which` accepts, behind the store's back.

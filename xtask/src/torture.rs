@@ -47,8 +47,9 @@ impl Attack {
 /// If a server does not start, or the store breaks a promise.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     let wanted: &[Kind] = match args.attack {
-        None | Some(Attack::Liars) => &[Kind::S3, Kind::Racing],
-        Some(_) => &[Kind::S3],
+        None => &[Kind::S3, Kind::Azure, Kind::Racing],
+        Some(Attack::Liars) => &[Kind::S3, Kind::Racing],
+        Some(_) => &[Kind::S3, Kind::Azure],
     };
     let servers = Servers::start(root, wanted)?;
     let mut attack = proc::cargo(root);

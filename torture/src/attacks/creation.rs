@@ -38,7 +38,7 @@ struct Tally {
 /// Shares the creations among the servers.
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     let share = plan.rounds.div_ceil(plan.servers.len().max(1));
-    side_by_side(&plan.servers, |(name, server)| {
+    side_by_side(&plan.servers, |server| {
         let (next, tally) = (AtomicUsize::new(0), Mutex::new(Tally::default()));
         side_by_side(&[(); SIDE_BY_SIDE], |()| {
             let proxy = Proxy::start(server, plan.seed, Behaviour::honest())?;
@@ -54,7 +54,7 @@ pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
         let Tally { outcomes, example, violations } =
             tally.into_inner().unwrap_or_else(|e| e.into_inner());
         let counts: Vec<_> = outcomes.iter().map(|(what, n)| format!("{n} {what}")).collect();
-        let mut line = format!("{name}: {}", counts.join(", "));
+        let mut line = format!("{}: {}", server.name, counts.join(", "));
         if let Some(example) = example {
             line = format!("{line}; a failure: {example}");
         }

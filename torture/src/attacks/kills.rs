@@ -7,6 +7,7 @@ use s4_store::testing::Random;
 
 use super::{Plan, Report, Scene, side_by_side};
 use crate::Outcome;
+use crate::api::Server;
 use crate::judge::Verdict;
 
 /// Kills of one store.
@@ -16,15 +17,14 @@ const OPENING: Duration = Duration::from_secs(120);
 
 /// Does half of the kills in folders, half on the servers.
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
-    let mut lanes = vec![("folder".to_owned(), None, plan.rounds)];
+    let mut lanes = vec![(None, plan.rounds)];
     if !plan.servers.is_empty() {
-        lanes[0].2 = plan.rounds.div_ceil(2);
+        lanes[0].1 = plan.rounds.div_ceil(2);
         let each = (plan.rounds / 2).div_ceil(plan.servers.len());
-        let servers = plan.servers.iter();
-        lanes.extend(servers.map(|(name, url)| (name.clone(), Some(url.clone()), each)));
+        lanes.extend(plan.servers.iter().map(|server| (Some(server), each)));
     }
-    let reports = side_by_side(&lanes, |(name, endpoint, kills)| {
-        lane(plan, name, endpoint.as_deref(), *kills).map(|report| vec![report])
+    let reports = side_by_side(&lanes, |&(server, kills)| {
+        lane(plan, server, kills).map(|report| vec![report])
     })?;
     if reports.iter().any(|r| !r.violations.is_empty()) {
         plan.keep()?;
@@ -32,11 +32,11 @@ pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     Ok(reports)
 }
 
-fn lane(plan: &Plan, name: &str, endpoint: Option<&str>, kills: usize) -> Outcome<Report> {
+fn lane(plan: &Plan, server: Option<&Server>, kills: usize) -> Outcome<Report> {
     let mut random = Random::new(plan.seed ^ kills as u64);
     let (mut done, mut total, mut failures) = (0, Verdict::default(), 0);
     while done < kills && plan.goes_on() {
-        let mut scene = plan.scene(endpoint)?;
+        let mut scene = plan.scene(server)?;
         let these = KILLS.min(kills - done);
         for _ in 0..these {
             kill_one(&mut scene, &mut random)?;
@@ -49,6 +49,7 @@ fn lane(plan: &Plan, name: &str, endpoint: Option<&str>, kills: usize) -> Outcom
         total.gone += gone;
         total.violations.extend(violations);
     }
+    let name = server.map_or("folder", |s| &s.name);
     Ok(Report::of(&format!("{name}: {done} kills, {failures} calls failed"), total))
 }
 

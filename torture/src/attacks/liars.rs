@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::storm::Crowd;
 use super::{Plan, Report, Scene, side_by_side};
 use crate::Outcome;
-use crate::api::{self, Store};
+use crate::api::{self, Protocol, Server, Store};
 use crate::judge::Verdict;
 use crate::proxy::{Behaviour, Condition, Proxy};
 
@@ -23,9 +23,9 @@ const PLAIN: Duration = Duration::from_millis(10);
 /// A lie, and its name.
 struct Lie {
     name: String,
-    /// The address of the server, and below, how a proxy makes it treat conditions; `None` for a
-    /// server that lies by itself.
-    server: String,
+    /// The server, and below, how a proxy makes it treat conditions; `None` for a server that lies by
+    /// itself.
+    server: Server,
     condition: Option<Condition>,
 }
 
@@ -37,15 +37,19 @@ fn storm(plan: &Plan) -> Duration {
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     let check = |millis| Condition::CheckThenWrite(Duration::from_millis(millis));
     let mut lies = vec![];
-    for (server, url) in &plan.servers {
+    // Azure's signatures cover the condition, so that no proxy can take it away.
+    let servers = || plan.servers.iter().filter(|s| s.protocol == Protocol::S3);
+    for server in servers() {
         for condition in [Condition::Ignored, check(0), check(2), check(10), check(50)] {
-            let name = format!("{server}, {condition:?}");
-            lies.push(Lie { name, server: url.clone(), condition: Some(condition) });
+            let name = format!("{}, {condition:?}", server.name);
+            lies.push(Lie { name, server: server.clone(), condition: Some(condition) });
         }
     }
     if let Some(racing) = &plan.racing {
-        let name = "a server that races by itself".into();
-        lies.push(Lie { name, server: racing.clone(), condition: None });
+        let name = "a server that races by itself".to_owned();
+        let server =
+            Server { name: name.clone(), protocol: Protocol::S3, address: racing.clone() };
+        lies.push(Lie { name, server, condition: None });
     }
     let mut reports = vec![];
     // Two at a time: load changes what a probe sees.
@@ -54,9 +58,9 @@ pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     }
     // A lease takes a minute to expire, too long for a small version.
     if plan.rounds > 1 {
-        for (server, url) in &plan.servers {
-            reports.push(single(plan, server, url)?);
-            reports.push(turncoat(plan, server, url)?);
+        for server in servers() {
+            reports.push(single(plan, server)?);
+            reports.push(turncoat(plan, server)?);
         }
     }
     Ok(reports)
@@ -116,7 +120,7 @@ fn many(plan: &Plan, lie: &Lie) -> Outcome<Report> {
 }
 
 /// The user asked for a single writer; a second one comes anyway.
-fn single(plan: &Plan, name: &str, server: &str) -> Outcome<Report> {
+fn single(plan: &Plan, server: &Server) -> Outcome<Report> {
     let mut scene = plan.scene(Some(server))?;
     let proxy = Proxy::start(server, scene.seed(), Behaviour::lying(Condition::Ignored))?;
     let through = scene.target.through(&proxy.url());
@@ -145,8 +149,9 @@ fn single(plan: &Plan, name: &str, server: &str) -> Outcome<Report> {
     let by = |n: u64| evidence.saved().filter(|(_, step)| step / 100_000 == n).count();
     let refusal = evidence.failures().find(|why| why.starts_with("save")).unwrap_or("nothing");
     let what = format!(
-        "{name}, single by choice: one writer had {} saves acknowledged, the other {}, which was told: \
+        "{}, single by choice: one writer had {} saves acknowledged, the other {}, which was told: \
          {refusal}",
+        server.name,
         by(1),
         by(2)
     );
@@ -161,7 +166,7 @@ fn single(plan: &Plan, name: &str, server: &str) -> Outcome<Report> {
 
 /// An honest server that starts to check and then write after it was probed. No store can promise
 /// anything there: losses are reported, and are no violations.
-fn turncoat(plan: &Plan, name: &str, server: &str) -> Outcome<Report> {
+fn turncoat(plan: &Plan, server: &Server) -> Outcome<Report> {
     let mut scene = plan.scene(Some(server))?;
     let proxy = Proxy::start(server, scene.seed(), Behaviour::honest())?;
     let through = scene.target.through(&proxy.url());
@@ -177,8 +182,9 @@ fn turncoat(plan: &Plan, name: &str, server: &str) -> Outcome<Report> {
     let Verdict { saved, violations, .. } = scene.judge()?;
     let first = violations.first().and_then(|v| v.lines().next()).unwrap_or("nothing");
     let line = format!(
-        "{name}, dishonest only after the probe: of {saved} saves acknowledged in {seconds} s, {} \
+        "{}, dishonest only after the probe: of {saved} saves acknowledged in {seconds} s, {} \
          promises broken (for information): {first}",
+        server.name,
         violations.len()
     );
     Ok(Report { line, violations: vec![] })

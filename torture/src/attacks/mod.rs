@@ -11,14 +11,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::Outcome;
-use crate::api::Target;
+use crate::api::{Protocol, Server, Target};
 use crate::children::Process;
 use crate::journal::Evidence;
 use crate::judge::{Verdict, judge};
 use crate::roles::Args;
 
-/// The bucket that the servers have.
-const BUCKET: &str = "s4test";
 /// Time for a process to end after it was asked to.
 const FAREWELL: Duration = Duration::from_secs(90);
 
@@ -29,9 +27,9 @@ pub(crate) struct Plan {
     pub(crate) rounds: usize,
     /// When to stop, finished or not.
     pub(crate) end: Instant,
-    /// Servers that speak S3's protocol and keep its promises: name and address.
-    pub(crate) servers: Vec<(String, String)>,
-    /// A server that checks whether an object exists and then writes it.
+    /// Servers that keep their promises.
+    pub(crate) servers: Vec<Server>,
+    /// The address of one that speaks S3's protocol, checks whether an object exists, and then writes it.
     pub(crate) racing: Option<String>,
     folder: tempfile::TempDir,
     scenes: AtomicUsize,
@@ -60,15 +58,25 @@ pub(crate) struct Scene {
 
 impl Plan {
     /// A plan with the servers that the environment names, as for the store's own tests:
-    /// `S4_TEST_S3=name=http://127.0.0.1:port,...` and `S4_TEST_S3_RACING=http://127.0.0.1:port`.
+    /// `S4_TEST_S3=name=http://127.0.0.1:port,...`, `S4_TEST_AZURE=http://127.0.0.1:port/account` and
+    /// `S4_TEST_S3_RACING=http://127.0.0.1:port`.
     pub(crate) fn new(seed: u64, rounds: usize, end: Instant) -> Outcome<Self> {
         let list = std::env::var("S4_TEST_S3").unwrap_or_default();
-        let pairs = list.split(',').filter_map(|pair| pair.split_once('='));
-        let servers: Vec<_> = pairs.map(|(n, url)| (n.to_owned(), url.to_owned())).collect();
+        let s3 = list.split(',').filter_map(|pair| pair.split_once('='));
+        let azure = std::env::var("S4_TEST_AZURE").unwrap_or_default();
+        // Without the account, which belongs to each request's path.
+        let azure = azure.rsplit_once('/').map(|(address, _)| ("azurite", address));
+        let server = |protocol, (name, address): (&str, &str)| Server {
+            name: name.to_owned(),
+            protocol,
+            address: address.to_owned(),
+        };
+        let servers: Vec<_> = s3
+            .map(|s| server(Protocol::S3, s))
+            .chain(azure.map(|s| server(Protocol::Azure, s)))
+            .collect();
         if servers.is_empty() {
-            println!(
-                "S4_TEST_S3 names no servers: folders only; `cargo xtask torture` starts some"
-            );
+            println!("no servers are named: folders only; `cargo xtask torture` starts some");
         }
         let racing = std::env::var("S4_TEST_S3_RACING").ok();
         let folder = tempfile::Builder::new().prefix("s4-torture-").tempdir()?;
@@ -79,17 +87,19 @@ impl Plan {
         Instant::now() < self.end
     }
 
-    /// A place for a new store: in a folder, or on the server at an address.
-    pub(crate) fn scene(&self, endpoint: Option<&str>) -> Outcome<Scene> {
+    /// A place for a new store: in a folder, or on a server.
+    pub(crate) fn scene(&self, server: Option<&Server>) -> Outcome<Scene> {
         let number = self.scenes.fetch_add(1, Ordering::SeqCst);
         let folder = self.folder.path().join(format!("{number}"));
         std::fs::create_dir(&folder)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos();
-        let url = match endpoint {
-            None => folder.join("store").to_string_lossy().into_owned(),
-            Some(_) => format!("s3://{BUCKET}/torture-{now:x}-{number}"),
+        let target = match server {
+            None => {
+                let url = folder.join("store").to_string_lossy().into_owned();
+                Target { url, endpoint: None }
+            }
+            Some(server) => server.target(&format!("torture-{now:x}-{number}")),
         };
-        let target = Target { url, endpoint: endpoint.map(str::to_owned) };
         let seconds = self.end.saturating_duration_since(Instant::now()).as_secs() + 60;
         Ok(Scene { target, folder, seed: self.seed ^ ((number as u64) << 32), next: 1, seconds })
     }

@@ -7,7 +7,7 @@ use s4_store::testing::Random;
 
 use super::{Plan, Report, Scene, side_by_side};
 use crate::Outcome;
-use crate::api::{Store, Target};
+use crate::api::{Server, Store, Target};
 use crate::children::Process;
 use crate::proxy::{Behaviour, Fault, Proxy};
 use crate::roles::GRACE;
@@ -19,8 +19,8 @@ const SPELL: usize = 4;
 /// Shares the operations among the servers.
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     let share = plan.rounds.div_ceil(plan.servers.len().max(1));
-    let reports = side_by_side(&plan.servers, |(name, server)| {
-        storm(plan, name, server, share).map(|report| vec![report])
+    let reports = side_by_side(&plan.servers, |server| {
+        storm(plan, server, share).map(|report| vec![report])
     })?;
     if reports.iter().any(|r| !r.violations.is_empty()) {
         plan.keep()?;
@@ -28,7 +28,7 @@ pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     Ok(reports)
 }
 
-fn storm(plan: &Plan, name: &str, server: &str, operations: usize) -> Outcome<Report> {
+fn storm(plan: &Plan, server: &Server, operations: usize) -> Outcome<Report> {
     let mut scene = plan.scene(Some(server))?;
     let proxy = Proxy::start(server, scene.seed(), Behaviour::honest())?;
     let through = scene.target.through(&proxy.url());
@@ -46,7 +46,8 @@ fn storm(plan: &Plan, name: &str, server: &str, operations: usize) -> Outcome<Re
     scene.finish(&mut crowd.processes)?;
     let evidence = scene.evidence()?;
     let what = format!(
-        "{name}: {} operations ({} failed), {} faults, {} kills, {} pauses",
+        "{}: {} operations ({} failed), {} faults, {} kills, {} pauses",
+        server.name,
         evidence.operations(),
         evidence.failures().count(),
         proxy.faults(),

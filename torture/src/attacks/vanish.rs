@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::{Plan, Report};
 use crate::Outcome;
-use crate::api::{self, Store};
+use crate::api::{self, Server, Store};
 use crate::values;
 
 /// What vanishes from a folder.
@@ -17,30 +17,31 @@ const BUCKET: [&str; 4] = ["everything", "/log/", "/ck/", "/repo.json"];
 pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     let mut reports = vec![];
     for what in FOLDER {
-        reports.push(vanish(plan, "folder", None, what)?);
+        reports.push(vanish(plan, None, what)?);
     }
-    for (name, url) in &plan.servers {
+    for server in &plan.servers {
         for what in BUCKET {
-            reports.push(vanish(plan, name, Some(url), what)?);
+            reports.push(vanish(plan, Some(server), what)?);
         }
     }
     Ok(reports)
 }
 
-fn vanish(plan: &Plan, name: &str, endpoint: Option<&str>, what: &str) -> Outcome<Report> {
+fn vanish(plan: &Plan, server: Option<&Server>, what: &str) -> Outcome<Report> {
+    let name = server.map_or("folder", |s| &s.name);
     let (mut refused, mut saved, mut said, mut violations) = (0, 0, String::new(), vec![]);
     for round in 0..plan.rounds.min(10) {
         if !plan.goes_on() {
             break;
         }
-        let scene = plan.scene(endpoint)?;
+        let scene = plan.scene(server)?;
         let store = Store::create(&scene.target)?;
         let values = |step| values::at(scene.seed(), step);
         let before = 1 + round as u64 % 4;
         for step in 0..before {
             store.save(step, &values(step))?;
         }
-        match endpoint {
+        match server {
             None => remove(Path::new(&scene.target.url), what)?,
             Some(_) => {
                 let all = what == "everything";

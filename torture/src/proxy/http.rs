@@ -109,7 +109,7 @@ impl Response {
         }
     }
 
-    /// An error as S3 words it.
+    /// An error as S3 and Azure word it.
     pub(super) fn error(status: u16, code: &str) -> Self {
         let body = format!("<Error><Code>{code}</Code><Message>injected</Message></Error>");
         let headers = vec![("content-type".to_owned(), b"application/xml".to_vec())];

@@ -18,6 +18,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::api::{Protocol, Server};
+
 pub(crate) use fault::{Behaviour, Condition, Fault};
 use http::{Request, Response};
 
@@ -35,6 +37,7 @@ pub(crate) struct Proxy {
 
 struct Shared {
     server: SocketAddr,
+    protocol: Protocol,
     state: Mutex<State>,
 }
 
@@ -60,14 +63,14 @@ enum Fate {
 }
 
 impl Proxy {
-    /// Starts a proxy in front of a server (`http://127.0.0.1:port`) on a free port.
+    /// Starts a proxy in front of a server on a free port.
     ///
     /// # Errors
     /// If the address is invalid, or the system has no port or thread left.
-    pub(crate) fn start(server: &str, seed: u64, behaviour: Behaviour) -> io::Result<Self> {
-        let address = server.trim_start_matches("http://").trim_end_matches('/');
-        let bad = |_| io::Error::new(ErrorKind::InvalidInput, format!("{server}: no address"));
-        let server = address.parse().map_err(bad)?;
+    pub(crate) fn start(server: &Server, seed: u64, behaviour: Behaviour) -> io::Result<Self> {
+        let Server { protocol, address, .. } = server;
+        let bad = |_| io::Error::new(ErrorKind::InvalidInput, format!("{address}: no address"));
+        let server = address.trim_start_matches("http://").parse().map_err(bad)?;
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))?;
@@ -80,7 +83,7 @@ impl Proxy {
             faults: BTreeMap::new(),
             history: Vec::new(),
         };
-        let shared = Arc::new(Shared { server, state: Mutex::new(state) });
+        let shared = Arc::new(Shared { server, protocol: *protocol, state: Mutex::new(state) });
         let accepting = Arc::clone(&shared);
         runtime.spawn(async move {
             loop {
@@ -152,18 +155,21 @@ impl Shared {
 
     async fn fate(self: &Arc<Self>, request: Request) -> io::Result<Fate> {
         let (fault, condition, extra) = self.decide(&request);
-        // Faults that make sense only for writes become simpler ones for reads.
+        // Faults that make sense only for writes become simpler ones for reads. By 409 S3 says that a
+        // conditional write should be repeated, Azure that the object exists.
         let write = request.method == "PUT";
+        let repeats = write && self.protocol == Protocol::S3;
         let fault = match fault {
             Some(Fault::Duplicate | Fault::LandsLate) if !write => Some(Fault::ResetBefore),
-            Some(Fault::StatusBefore(409)) if !write => Some(Fault::StatusBefore(503)),
-            Some(Fault::StatusAfter(409)) if !write => Some(Fault::StatusAfter(503)),
+            Some(Fault::StatusBefore(409)) if !repeats => Some(Fault::StatusBefore(503)),
+            Some(Fault::StatusAfter(409)) if !repeats => Some(Fault::StatusAfter(503)),
             other => other,
         };
         let method = request.method.clone();
         let status = |code: u16| {
             let name = match code {
                 409 => "ConditionalRequestConflict",
+                503 if self.protocol == Protocol::Azure => "ServerBusy",
                 503 => "SlowDown",
                 _ => "InternalError",
             };
