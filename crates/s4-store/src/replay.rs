@@ -130,6 +130,36 @@ impl Inner {
         Ok(state)
     }
 
+    /// As [`Inner::refresh`], and makes sure that the newest entry known before is still there: in a store
+    /// that was removed nothing is new, either.
+    pub(crate) async fn refresh_surely(&self, known: &mut Known) -> Result<()> {
+        if !known.damage.is_empty() {
+            return self.refresh(known).await;
+        }
+        let (head, hash) = (known.state.head(), known.state.head_hash);
+        let (same, refreshed) = futures::join!(self.still_holds(head, hash), self.refresh(known));
+        refreshed?;
+        if known.state.head() > head || same? {
+            return Ok(());
+        }
+        self.same_repo().await?;
+        self.reload(known).await
+    }
+
+    /// Whether entry `n` still has this hash; entry 0 stands for `repo.json`.
+    async fn still_holds(&self, n: u64, hash: Digest) -> Result<bool> {
+        if n == 0 {
+            return self.same_repo().await.map(|_| true);
+        }
+        match self.read_slot(n).await {
+            Ok(Seen::Entry(_, found)) => Ok(found == hash),
+            // Perhaps the whole store is gone.
+            Ok(Seen::Empty) => Err(self.same_repo().await.err().unwrap_or_else(|| self.gone(n))),
+            Err(Error::Corrupt { .. }) => Ok(false),
+            Err(e) => Err(e),
+        }
+    }
+
     /// Brings `known` up to date. If the log does not continue as this process knows it, the state
     /// is loaded again: the log may have been repaired, or put back, since.
     pub(crate) async fn refresh(&self, known: &mut Known) -> Result<()> {
@@ -141,6 +171,10 @@ impl Inner {
         } else if known.read_at.is_some_and(|at| at.elapsed() < LOOK_AGAIN) {
             return Ok(());
         }
+        self.reload(known).await
+    }
+
+    async fn reload(&self, known: &mut Known) -> Result<()> {
         let Known { state, viewed, damage, read_at, .. } = self.load().await?;
         // Once for each damage, not whenever it is read again.
         if damage != known.damage {

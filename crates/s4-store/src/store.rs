@@ -193,13 +193,15 @@ impl Store {
         &self.inner.repo
     }
 
-    /// The newest state: what is listed, and what it depends on. One request if nothing changed.
+    /// The newest state: what is listed, and what it depends on. Two requests, side by side, if nothing
+    /// changed.
     ///
     /// # Errors
-    /// If the log cannot be read.
+    /// If the log cannot be read; [`Error::Gone`] if the store, or what this process has read of its log, is
+    /// not there any more.
     pub async fn state(&self) -> Result<Arc<State>> {
         let mut known = self.inner.known.lock().await;
-        self.inner.refresh(&mut known).await?;
+        self.inner.refresh_surely(&mut known).await?;
         Ok(Arc::clone(&known.state))
     }
 

@@ -51,6 +51,10 @@ async fn a_store_that_is_gone_is_neither_clean_nor_swept() {
         let store = with_three(&folder).await;
         assert!(store.check(&CheckOptions::default(), None).await.unwrap().is_clean());
         lose(&folder);
+        for error in [store.list().await.unwrap_err(), store.latest().await.unwrap_err()] {
+            let is_damage = matches!(error, Error::LogDamaged { .. }) && what == "other entry";
+            assert!(matches!(error, Error::Gone { .. }) || is_damage, "{what}: {error}");
+        }
         match store.check(&CheckOptions::default(), None).await {
             Err(Error::Gone { .. }) => {}
             // An entry that is not what its name says is damage, which a check reports.
@@ -64,6 +68,28 @@ async fn a_store_that_is_gone_is_neither_clean_nor_swept() {
             assert!(matches!(error, Error::Gone { .. }) || is_damage, "{what}: {error}");
         }
     }
+}
+
+#[tokio::test]
+async fn an_empty_store_that_is_gone_is_not_called_empty() {
+    let temp = tempfile::tempdir().unwrap();
+    let folder = temp.path().join("store");
+    let store = Store::create(&Place::folder(&folder), quick_options()).await.unwrap();
+    assert!(store.latest().await.unwrap().is_none());
+    std::fs::remove_dir_all(&folder).unwrap();
+    let error = store.latest().await.unwrap_err();
+    assert!(matches!(error, Error::Gone { .. }), "{error}");
+}
+
+#[tokio::test]
+async fn a_log_whose_end_was_replaced_is_read_again() {
+    let temp = tempfile::tempdir().unwrap();
+    let store = with_three(temp.path()).await;
+    // As a backup that was put back: the same store, and another third checkpoint.
+    std::fs::rename(entry(temp.path(), 3), temp.path().join("aside")).unwrap();
+    let other = Store::open(&Place::folder(temp.path()), quick_options()).await.unwrap();
+    let fourth = toy::save(&other, 4, None, &[9; 20]).await.unwrap().id();
+    assert_eq!(store.latest().await.unwrap().unwrap().id(), fourth);
 }
 
 #[tokio::test]
@@ -87,6 +113,8 @@ async fn another_store_in_its_place_is_not_taken_for_it() {
     let store = with_three(&folder).await;
     std::fs::remove_dir_all(&folder).unwrap();
     let other = with_three(&folder).await;
+    let error = store.list().await.unwrap_err();
+    assert!(matches!(error, Error::Gone { .. }), "{error}");
     let kept = toy::save(&other, 4, None, &[1; 20]).await.unwrap().id();
     other.retire(&[kept], "").await.unwrap();
     let error = store.check(&CheckOptions::default(), None).await.unwrap_err();
