@@ -57,13 +57,25 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         let servers = installing.join().map_err(|_| Error::new("installing panicked"))?;
         compiled.and(servers)
     })?;
-    if rust_side {
-        said.push(rust(root, &servers)?);
-    }
-    if python_side {
-        said.push(python(root, &servers)?);
-    }
-    Ok(said.join("; "))
+    // Side by side: both often wait, for servers, for time limits and for processes that are killed.
+    std::thread::scope(|scope| {
+        let python = python_side.then(|| scope.spawn(|| python(root, &servers)));
+        let rust = rust_side.then(|| rust(root, &servers));
+        let python = python.map(|running| {
+            running.join().unwrap_or_else(|_| Err(Error::new("testing the wheel panicked")))
+        });
+        let mut failed = Vec::new();
+        for outcome in [rust, python].into_iter().flatten() {
+            match outcome {
+                Ok(passed) => said.push(passed),
+                Err(error) => failed.push(error.to_string()),
+            }
+        }
+        match failed.is_empty() {
+            true => Ok(said.join("; ")),
+            false => Err(Error::new(failed.join("\n"))),
+        }
+    })
 }
 
 /// Installs what the tests need, and starts the servers that the store is tested against.
@@ -150,15 +162,24 @@ fn adapters(root: &Path) -> Result<String> {
 }
 
 /// Runs the tests below a folder with a pytest command; returns the line that says how many passed.
+///
+/// # Errors
+/// If a test fails: with the lines that name those that did.
 fn pytest(tests: &mut Command, folder: &str) -> Result<String> {
     tests.args(["-q", "-p", "no:cacheprovider", folder]);
-    let mut last = String::new();
-    proc::run_seeing(tests, |line| {
+    let (mut last, mut failed) = (String::new(), String::new());
+    let ran = proc::run_seeing(tests, |line| {
+        if line.starts_with("FAILED ") || line.starts_with("ERROR ") {
+            failed.extend(["\n", line]);
+        }
         if !line.trim().is_empty() {
             last = line.trim().trim_matches('=').trim().to_owned();
         }
-    })?;
-    Ok(last)
+    });
+    match ran {
+        Ok(()) => Ok(last),
+        Err(error) => Err(Error::new(format!("{error}{failed}"))),
+    }
 }
 
 /// The native program, with `serve`, as the tests of the Rust side build it.
