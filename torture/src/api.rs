@@ -80,11 +80,7 @@ impl Target {
         let Some(endpoint) = &self.endpoint else { return StorageOptions::new() };
         let account = format!("{endpoint}/{AZURE_ACCOUNT}");
         let pairs: &[(&str, &str)] = if self.url.starts_with("az:") {
-            &[
-                ("account_name", AZURE_ACCOUNT),
-                ("account_key", AZURE_KEY),
-                ("endpoint", &account),
-            ]
+            &[("account_name", AZURE_ACCOUNT), ("account_key", AZURE_KEY), ("endpoint", &account)]
         } else {
             &[
                 ("key", "test"),

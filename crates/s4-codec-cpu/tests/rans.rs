@@ -184,6 +184,44 @@ fn each_of_many_tables_has_escapes_of_its_own() {
     }
 }
 
+/// Wherever it is: an encoder that codes it as something else loses data.
+#[test]
+fn a_symbol_that_its_table_lacks_is_refused() {
+    for precision in [Precision::P8, Precision::P12] {
+        let half = precision.total() as u16 / 2;
+        let of = |symbols: [u8; 2], freq| {
+            let entries = symbols.map(|symbol| TableEntry { symbol, freq });
+            Table::new(precision, &entries).unwrap()
+        };
+        // The first symbol of the first table begins where the escape of the other one does.
+        let list = [of([3, 7], half), of([3, 5], half / 2)];
+        assert!(list[0].escape() == 0 && list[1].escape() > 0);
+        for (list, len) in [(&list[..1], 33_000), (&list[..], 33_000), (&list[..], 40)] {
+            let contexts: Vec<u8> = noise(len, 3).map(|x| x as u8 % list.len() as u8).collect();
+            let pick = |(x, &t): (u64, &u8)| if t == 0 { [3, 7][x as usize % 2] } else { x as u8 };
+            let symbols: Vec<u8> = noise(len, 5).zip(&contexts).map(pick).collect();
+            let tables = Tables { list, place: TablePlace::Inline };
+            for simd in Simd::available() {
+                let codec = Rans::new(simd);
+                let mut dst = vec![0; codec.bound(precision.bits() as u8, len)];
+                let mut encode =
+                    |symbols: &[u8]| codec.encode_with(tables, &contexts, &[], symbols, &mut dst);
+                assert!(encode(&symbols).is_ok(), "{simd}");
+                let firsts = (0..len).filter(|i| contexts[*i] == 0);
+                for i in firsts.step_by(len / 37 + 1) {
+                    let mut wrong = symbols.clone();
+                    wrong[i] = 5;
+                    let outcome = encode(&wrong);
+                    assert!(
+                        matches!(outcome, Err(Error::Unsupported { .. })),
+                        "{simd}, {len}: {i}"
+                    );
+                }
+            }
+        }
+    }
+}
+
 /// A stream with segments of another size, put together from streams of one segment.
 fn with_segments(log2: u8, tables: Tables<'_>, carry: &[u8], symbols: &[u8]) -> Vec<u8> {
     let mut carries = carry.chunks(64);

@@ -47,8 +47,7 @@ pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
     }
     if let Some(racing) = &plan.racing {
         let name = "a server that races by itself".to_owned();
-        let server =
-            Server { name: name.clone(), protocol: Protocol::S3, address: racing.clone() };
+        let server = Server { name: name.clone(), protocol: Protocol::S3, address: racing.clone() };
         lies.push(Lie { name, server, condition: None });
     }
     let mut reports = vec![];

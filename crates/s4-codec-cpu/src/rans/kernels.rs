@@ -67,7 +67,7 @@ const KERNELS: &[Row] = &[
         precision: Precision::P8,
         tables: MAX_TABLES,
         simd: Simd::Avx512,
-        encode: None,
+        encode: Some(|tables| avx512::contexts::Encoder::new(tables).map(Encoder::Avx512Contexts)),
         decode: Some(decode_with_slots::<singles::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
@@ -178,6 +178,8 @@ pub(super) enum Encoder {
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Encoder),
     #[cfg(target_arch = "x86_64")]
+    Avx512Contexts(avx512::contexts::Encoder),
+    #[cfg(target_arch = "x86_64")]
     Singles(singles::Encoder),
 }
 
@@ -204,6 +206,8 @@ impl Encoder {
                 Self::ContextsP12(e) => each.try_for_each(|part| e.segment(part)),
                 #[cfg(target_arch = "x86_64")]
                 Self::Avx512(e) => e.group(parts),
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx512Contexts(e) => e.group(parts),
                 #[cfg(target_arch = "x86_64")]
                 Self::Singles(e) => e.group(parts),
             }

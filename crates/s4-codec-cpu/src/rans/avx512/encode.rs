@@ -32,14 +32,14 @@ pub(crate) struct Encoder {
 }
 
 /// A segment being encoded, at a block boundary.
-struct SegmentEncoder<'a, 'b> {
-    part: &'a mut Part<'b>,
+pub(super) struct SegmentEncoder<'a, 'b> {
+    pub(super) part: &'a mut Part<'b>,
     low: [u16; LANES],
     high: [u16; LANES],
     /// Blocks that are not encoded yet: the first ones of the segment.
-    blocks: usize,
+    pub(super) blocks: usize,
     /// Where the words written so far begin.
-    at: usize,
+    pub(super) at: usize,
 }
 
 impl Encoder {
@@ -79,14 +79,8 @@ impl Encoder {
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
     pub(crate) unsafe fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
-        let segment =
-            |part| SegmentEncoder { part, low: [0; LANES], high: [0; LANES], blocks: 0, at: 0 };
-        let mut segments: Vec<_> = parts.iter_mut().map(segment).collect();
+        let mut segments: Vec<_> = parts.iter_mut().map(SegmentEncoder::new).collect();
         for segment in &mut segments {
-            segment.low = segment.part.start.map(|x| x as u16);
-            segment.high = segment.part.start.map(|x| (x >> 16) as u16);
-            segment.at = segment.part.words.len();
-            segment.blocks = segment.part.symbols.len() / BLOCK;
             if let Some(block) = segment.part.last_block(self.padding) {
                 // SAFETY: as for this function.
                 unsafe { self.blocks(&mut [segment], &[&block], 1)? };
@@ -143,7 +137,7 @@ impl Encoder {
         let tables = Tables::load(self);
         let mut states: [States; 4] = [States::ZERO; 4];
         for i in 0..N {
-            states[i] = States { low: load(&segments[i].low), high: load(&segments[i].high) };
+            states[i] = States::load(segments[i]);
         }
         let [mut s0, mut s1, mut s2, mut s3] = states;
         let mut codes = [[_mm512_setzero_si512(); RUN / 2]; N];
@@ -173,15 +167,16 @@ impl Encoder {
                 }
             }
             for pair in (0..RUN / 2).rev() {
+                let of = |i: usize| tables.look_up_two(codes[i % N][pair]);
                 // SAFETY: each pair of steps emits at most 64 bytes, an eighth of MOST_BLOCK.
                 unsafe {
-                    s0.pair(&tables, codes[0][pair], &mut next[0]);
+                    s0.pair(&of(0), &mut next[0]);
                     if N > 1 {
-                        s1.pair(&tables, codes[1 % N][pair], &mut next[1 % N]);
+                        s1.pair(&of(1), &mut next[1 % N]);
                     }
                     if N > 2 {
-                        s2.pair(&tables, codes[2 % N][pair], &mut next[2 % N]);
-                        s3.pair(&tables, codes[3 % N][pair], &mut next[3 % N]);
+                        s2.pair(&of(2), &mut next[2 % N]);
+                        s3.pair(&of(3), &mut next[3 % N]);
                     }
                 }
             }
@@ -190,11 +185,7 @@ impl Encoder {
             }
         }
         for (segment, states) in segments.iter_mut().zip([s0, s1, s2, s3]) {
-            // SAFETY: the references are to 64 writable bytes.
-            unsafe {
-                _mm512_storeu_si512(segment.low.as_mut_ptr().cast(), states.low);
-                _mm512_storeu_si512(segment.high.as_mut_ptr().cast(), states.high);
-            }
+            states.store(segment);
         }
         Ok(())
     }
@@ -202,16 +193,22 @@ impl Encoder {
 
 /// The most bytes that a block emits: a word of each lane for each pair of steps, and as many for
 /// its escapes.
-const MOST_BLOCK: usize = 2 * LANES * RUN;
+pub(super) const MOST_BLOCK: usize = 2 * LANES * RUN;
 
 #[cold]
-fn no_room() -> Error {
+pub(super) fn no_room() -> Error {
     Error::limit("rans: no room for words")
 }
 
-impl SegmentEncoder<'_, '_> {
+impl<'a, 'b> SegmentEncoder<'a, 'b> {
+    pub(super) fn new(part: &'a mut Part<'b>) -> Self {
+        let (low, high) = (part.start.map(|x| x as u16), part.start.map(|x| (x >> 16) as u16));
+        let (blocks, at) = (part.symbols.len() / BLOCK, part.words.len());
+        Self { part, low, high, blocks, at }
+    }
+
     /// Stores the states and the length in the part.
-    fn finish(self) {
+    pub(super) fn finish(self) {
         for (l, state) in self.part.states.as_chunks_mut::<4>().0.iter_mut().enumerate() {
             *state = (u32::from(self.high[l]) << 16 | u32::from(self.low[l])).to_le_bytes();
         }
@@ -274,14 +271,21 @@ impl Tables {
             shift: of(&self.shift),
         }
     }
+
+    /// Looks up two steps, whose codes are the low and the high bytes of the words of `codes`.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn look_up_two(&self, codes: __m512i) -> [Symbol; 2] {
+        [self.look_up(codes), self.look_up(_mm512_srli_epi16::<8>(codes))]
+    }
 }
 
 /// What the encoder needs to know about 32 symbols, as words.
-struct Symbol {
-    freq: __m512i,
-    start: __m512i,
-    multiplier: __m512i,
-    shift: __m512i,
+pub(super) struct Symbol {
+    pub(super) freq: __m512i,
+    pub(super) start: __m512i,
+    pub(super) multiplier: __m512i,
+    pub(super) shift: __m512i,
 }
 
 impl Symbol {
@@ -303,7 +307,7 @@ impl Symbol {
 
 /// The states of a segment: low and high halves.
 #[derive(Clone, Copy)]
-struct States {
+pub(super) struct States {
     low: __m512i,
     high: __m512i,
 }
@@ -315,21 +319,35 @@ impl States {
         Self { low: zero, high: zero }
     };
 
-    /// Codes two steps, whose codes are the low and the high bytes of the words of `codes`.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn load(segment: &SegmentEncoder<'_, '_>) -> Self {
+        Self { low: load(&segment.low), high: load(&segment.high) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn store(self, segment: &mut SegmentEncoder<'_, '_>) {
+        // SAFETY: the references are to 64 writable bytes.
+        unsafe {
+            _mm512_storeu_si512(segment.low.as_mut_ptr().cast(), self.low);
+            _mm512_storeu_si512(segment.high.as_mut_ptr().cast(), self.high);
+        }
+    }
+
+    /// Codes the symbols of two steps, the second one first.
     ///
     /// # Safety
     /// - The 64 bytes before `next` may be written.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi2")]
-    unsafe fn pair(&mut self, tables: &Tables, codes: __m512i, next: &mut *mut u8) {
-        let first = tables.look_up(codes);
-        let second = tables.look_up(_mm512_srli_epi16::<8>(codes));
+    pub(super) unsafe fn pair(&mut self, [first, second]: &[Symbol; 2], next: &mut *mut u8) {
         let limit = _mm512_mullo_epi16(first.freq, second.freq);
         let full = _mm512_cmpge_epu16_mask(self.high, limit);
         // SAFETY: as for this function.
         unsafe { self.emit(full, next) };
-        self.step(&second);
-        self.step(&first);
+        self.step(second);
+        self.step(first);
     }
 
     /// Emits the low halves of the lanes in `full` and replaces them by the high halves.
@@ -374,7 +392,12 @@ impl States {
     /// - The 64 * RUN / 2 bytes before `next` may be written.
     #[cold]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt,bmi1,bmi2")]
-    unsafe fn put_escapes(&mut self, next: &mut *mut u8, symbols: &[u8; BLOCK], escapes: [u64; 4]) {
+    pub(super) unsafe fn put_escapes(
+        &mut self,
+        next: &mut *mut u8,
+        symbols: &[u8; BLOCK],
+        escapes: [u64; 4],
+    ) {
         let mut rounds = [(0u32, [0u16; LANES]); RUN];
         let mut count = 0;
         for (row, mut bits) in escapes.into_iter().enumerate() {
