@@ -521,7 +521,9 @@ impl Inner {
     pub(crate) async fn same_repo(&self) -> Result<Repo> {
         let gone = |what: &str| Error::Gone { place: self.name.clone(), what: what.to_owned() };
         match read_repo(&self.io, &self.layout).await {
-            Ok(repo) if repo.id != self.repo.id => Err(gone("it now holds another store")),
+            Ok(repo) if repo.id != self.repo.id => {
+                Err(gone("it now holds another store (to use that one, open it anew)"))
+            }
             Err(e) if e.is_missing() => Err(gone("its `repo.json` is gone")),
             other => other,
         }
