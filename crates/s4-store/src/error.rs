@@ -221,6 +221,24 @@ impl Error {
         Self::Storage { action, key: key.to_string(), source: Failure::new(&source) }
     }
 
+    /// The store's URL or folder, if the message names it.
+    #[must_use]
+    pub fn place(&self) -> Option<&str> {
+        match self {
+            Self::NoStore { place }
+            | Self::NoBucket { place }
+            | Self::StoreExists { place }
+            | Self::ProbeDisturbed { place, .. }
+            | Self::Locked { place, .. }
+            | Self::LeaseLost { place, .. }
+            | Self::Gone { place, .. }
+            | Self::SaveLost { place, .. }
+            | Self::LogDamaged { place, .. }
+            | Self::ReadOnly { place } => Some(place),
+            _ => None,
+        }
+    }
+
     /// Why a request failed, if one did.
     #[must_use]
     pub fn cause(&self) -> Option<Cause> {

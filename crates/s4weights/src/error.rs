@@ -66,7 +66,7 @@ pub enum Error {
         source: s4_engine::cuda::GpuError,
     },
     /// A checkpoint store refused or failed.
-    #[error("{target}: {source}")]
+    #[error("{}", about(target, source))]
     Store {
         /// Folder or URL of the store.
         target: String,
@@ -234,6 +234,14 @@ impl Error {
             Self::Checkpoint { source, .. } => source.errno(),
             _ => None,
         }
+    }
+}
+
+/// What a store said, with the store's name in front unless it is part of it.
+fn about(target: &str, said: &s4_store::Error) -> String {
+    match said.place() {
+        Some(place) if place == target => said.to_string(),
+        _ => format!("{target}: {said}"),
     }
 }
 

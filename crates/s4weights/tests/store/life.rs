@@ -275,8 +275,9 @@ fn places_are_probed() {
             .many_writers()
     );
     let missing = CheckpointStore::open(&url, &Default::default(), options());
-    let missing = missing.err().map(|e| e.to_string());
-    assert!(missing.is_some_and(|e| e.contains("no checkpoint store")));
+    let missing = missing.err().map(|e| e.to_string()).unwrap_or_default();
+    assert!(missing.contains("no checkpoint store"), "{missing}");
+    assert_eq!(missing.matches(&url).count(), 1, "{missing}");
 }
 
 #[test]
