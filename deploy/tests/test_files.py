@@ -365,7 +365,13 @@ def test_an_upgrade_restarts_what_runs_and_needs_no_configuration(
 class Job:
     """The batch script with stand-ins for the runner and the trainer."""
 
-    def __init__(self, tmp_path: Path, says: str = "drained open=0 seconds=0.2", code: int = 3):
+    def __init__(
+        self,
+        tmp_path: Path,
+        says: str = "drained open=0 seconds=0.2",
+        code: int = 3,
+        environment: dict[str, str] | None = None,
+    ):
         bin = tmp_path / "bin"
         bin.mkdir()
         self.log = log = tmp_path / "log"
@@ -395,6 +401,7 @@ echo {0} "$@" >> {log}
                 "HOME": str(tmp_path),
                 "TMPDIR": str(tmp_path),
                 "TRAIN": "train",
+                **(environment or {}),
             },
             stderr=subprocess.PIPE,
             text=True,
@@ -475,6 +482,19 @@ def test_a_batch_job_that_is_ended_does_not_end_a_drain(tmp_path: Path) -> None:
     assert code == 9, "the trainer was told"
     assert job.lines().count("s4w term") == 1
     assert not job.staging.exists()
+
+
+def test_a_batch_job_knows_how_a_trainer_ended_that_ended_while_it_was_told(tmp_path: Path) -> None:
+    # The script is slow to go on after it has sent a signal.
+    slow = tmp_path / "slow"
+    slow.write_text('kill() { local code=0; builtin kill "$@" || code=$?; sleep 0.4; return $code; }\n')
+    job = Job(tmp_path, environment={"BASH_ENV": str(slow)})
+    job.started()
+    time.sleep(0.5)  # Until it waits.
+    os.kill(int((tmp_path / "log.s4w").read_text()), signal.SIGTERM)
+    job.process.send_signal(signal.SIGTERM)
+    code, _ = job.ended()
+    assert code == 9, "the trainer's own code"
 
 
 @pytest.mark.parametrize("what", ["link", "mode", "file", "owner"])
