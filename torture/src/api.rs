@@ -29,7 +29,7 @@ pub(crate) enum Protocol {
     Azure,
 }
 
-/// A server that keeps its promises.
+/// A server that stores are created on.
 #[derive(Debug, Clone)]
 pub(crate) struct Server {
     pub(crate) name: String,

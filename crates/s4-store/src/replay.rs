@@ -132,7 +132,7 @@ impl Inner {
 
     /// As [`Inner::refresh`], and makes sure that the newest entry known before is still there: in a store
     /// that was removed nothing is new, either.
-    pub(crate) async fn refresh_surely(&self, known: &mut Known) -> Result<()> {
+    pub(crate) async fn refresh_checked(&self, known: &mut Known) -> Result<()> {
         if !known.damage.is_empty() {
             return self.refresh(known).await;
         }

@@ -201,7 +201,7 @@ impl Store {
     /// not there any more.
     pub async fn state(&self) -> Result<Arc<State>> {
         let mut known = self.inner.known.lock().await;
-        self.inner.refresh_surely(&mut known).await?;
+        self.inner.refresh_checked(&mut known).await?;
         Ok(Arc::clone(&known.state))
     }
 
