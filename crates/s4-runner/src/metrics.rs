@@ -13,7 +13,7 @@ use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::record::{Record, State};
+use crate::record::State;
 use crate::status::Status;
 
 /// A label value that is a word of this program.
@@ -163,8 +163,8 @@ impl Metrics {
         self.compress.observe(time.as_secs_f64());
     }
 
-    /// A checkpoint became durable.
-    pub(crate) fn durable(&self, _record: &Record, time: Duration) {
+    /// A checkpoint was uploaded and listed.
+    pub(crate) fn uploaded(&self, time: Duration) {
         self.upload.observe(time.as_secs_f64());
     }
 

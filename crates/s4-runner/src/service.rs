@@ -109,11 +109,7 @@ impl Service {
     /// [`Refusal`]; nothing was accepted then, and the file is where it was.
     pub(crate) fn submit(&self, submission: Submission) -> Result<Record, Refusal> {
         let done = self.try_submit(submission);
-        match &done {
-            Ok(_) => self.metrics.accepted(),
-            Err(e) => self.metrics.refused(e.kind()),
-        }
-        done
+        done.inspect_err(|e| self.metrics.refused(e.kind()))
     }
 
     fn try_submit(&self, submission: Submission) -> Result<Record, Refusal> {
@@ -139,6 +135,7 @@ impl Service {
         let accepted = self.queue.accept(submission, bytes).inspect_err(|_| {
             self.staging.give_back(id);
         })?;
+        self.metrics.accepted();
         (self.reached)("accepted");
         Ok(accepted)
     }

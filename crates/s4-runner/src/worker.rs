@@ -207,7 +207,6 @@ impl Worker {
 
     /// Imports a staged file into the local store.
     fn compress(&self, record: &Record) -> s4weights::Result<()> {
-        let started = Instant::now();
         let id = record.id;
         let local = self.stores.local()?;
         let found = find(&local, id)?;
@@ -215,6 +214,7 @@ impl Worker {
             // A process was killed after it imported the file and before it recorded that.
             Some(checkpoint) => checkpoint,
             None => {
+                let started = Instant::now();
                 let path = self.staging.staged(id);
                 let options = ReadOptions { threads: self.threads, ..ReadOptions::default() };
                 let reader = Reader::open(Source::from(path.as_path()), options)?;
@@ -236,7 +236,10 @@ impl Worker {
                     progress: Some(progress),
                     ..ImportOptions::default()
                 };
-                local.import(&reader, record.step, &options)?.checkpoint
+                let done = local.import(&reader, record.step, &options)?.checkpoint;
+                // Metrics count work before the record tells of it: whoever waits for a state finds it counted.
+                self.metrics.compressed(done.about.raw_len, done.about.data_len, started.elapsed());
+                done
             }
         };
         (self.reached)("compressed");
@@ -251,7 +254,6 @@ impl Worker {
         })?;
         (self.reached)("verified");
         self.staging.remove(id).map_err(|e| at(record, "remove its staged file", e))?;
-        self.metrics.compressed(about.raw_len, about.data_len, started.elapsed());
         self.tidy(Tidy::Usual);
         Ok(())
     }
@@ -276,14 +278,13 @@ impl Worker {
 
     /// Copies a checkpoint of the local store to the store.
     fn upload(&self, record: &Record) -> s4weights::Result<()> {
-        let started = Instant::now();
         let id = record.id;
         self.queue.show(id, State::Uploading);
         let remote = self.stores.remote()?;
         // A killed process may have listed it.
         for attempt in &record.attempts {
             if remote.settle(*attempt)? {
-                return self.durable(record, *attempt, started);
+                return self.durable(record, *attempt);
             }
         }
         if !record.attempts.is_empty() {
@@ -291,7 +292,7 @@ impl Worker {
         }
         // If the journal was lost, so were the attempts: look for the submission's tag.
         if let Some(known) = find(&remote, id)? {
-            return self.durable(record, known.id(), started);
+            return self.durable(record, known.id());
         }
         let local = self.stores.local()?;
         let known = local.state()?;
@@ -301,6 +302,7 @@ impl Worker {
             self.give_up(record, GONE);
             return Ok(());
         };
+        let started = Instant::now();
         let listing: ListingFn = {
             let worker = self.clone();
             Arc::new(move |attempt| {
@@ -338,7 +340,8 @@ impl Worker {
             }
         };
         (self.reached)("listed");
-        self.durable(record, copy, started)
+        self.metrics.uploaded(started.elapsed());
+        self.durable(record, copy)
     }
 
     /// Marks a checkpoint as failed: it will not become durable.
@@ -386,12 +389,7 @@ impl Worker {
         records.iter().find(|r| r.local == Some(local)).and_then(|r| r.remote)
     }
 
-    fn durable(
-        &self,
-        record: &Record,
-        copy: CheckpointId,
-        began: Instant,
-    ) -> s4weights::Result<()> {
+    fn durable(&self, record: &Record, copy: CheckpointId) -> s4weights::Result<()> {
         let now = now_ms();
         let age = self.queue.age(record.seq, Instant::now());
         let after = age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX));
@@ -403,7 +401,6 @@ impl Worker {
             r.error = None;
         })?;
         (self.reached)("durable");
-        self.metrics.durable(&new, began.elapsed());
         tracing::info!(id = %new.id, step = new.step, checkpoint = %copy, "durable");
         if let Err(e) = self.stores.retain() {
             tracing::warn!(error = %e, "retention failed; the next checkpoint tries again");

@@ -21,7 +21,8 @@ use s4weights::{DType, Target, TensorSource, WriteOptions, Writer};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-/// In the child: the configuration file, and at which visit of which place to die, such as `verified:2`.
+/// In the child: the configuration file, and at which visit of which place to die, such as `verified:2`; or for how
+/// many milliseconds to stay at every place, such as `*:300`.
 const CONFIG: &str = "S4W_TEST_CONFIG";
 const CRASH: &str = "S4W_TEST_CRASH";
 /// In the child: a file that is created when the GPU is touched.
@@ -40,6 +41,9 @@ pub(crate) fn be_the_child() {
     let touched = std::env::var_os(TOUCHED);
     let hooks = Hooks {
         reached: Arc::new(move |at| {
+            if place == "*" {
+                std::thread::sleep(Duration::from_millis(number.into()));
+            }
             if at == place && visits.fetch_add(1, Ordering::Relaxed) + 1 == number {
                 std::process::abort();
             }
