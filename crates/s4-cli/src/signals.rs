@@ -1,15 +1,20 @@
 //! Stops a command on a signal, so that nothing half-written is left behind.
 
-use std::io;
+#[cfg(unix)]
+use std::future::poll_fn;
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
+#[cfg(unix)]
+use std::task::Poll;
 use std::time::Duration;
 
 use s4weights::Interrupt;
 use tokio::runtime::Builder;
+use tokio::time::timeout;
 
-/// How long a command may take to stop. Those that cannot be stopped have nothing to clean up.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a command may take to stop and to remove what it has half written.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What shells add to a signal's number to make an exit code of it.
 const SIGNALLED: u8 = 128;
@@ -22,20 +27,23 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// From now on, the first signal stops what [`Signals::watch`] runs.
+    /// From now on, the first signal stops what [`Signals::watch`] runs. If that takes too long, or another
+    /// signal comes, the process ends.
     pub(crate) fn new() -> io::Result<Self> {
         let (interrupt, came) = (Interrupt::default(), Arc::new(AtomicU8::new(0)));
         let runtime = Builder::new_current_thread().enable_all().build()?;
-        let first = {
+        let mut incoming = {
             let _context = runtime.enter();
-            first()?
+            Incoming::new()?
         };
         let (stop, note) = (interrupt.clone(), Arc::clone(&came));
         std::thread::Builder::new().name("s4w-signals".into()).spawn(move || {
-            let number = runtime.block_on(first);
+            let number = runtime.block_on(incoming.next());
             note.store(number, Ordering::Relaxed);
             stop.stop();
-            std::thread::sleep(PATIENCE);
+            // Either way, the command has not stopped.
+            let _ = runtime.block_on(async { timeout(PATIENCE, incoming.next()).await });
+            let _ = writeln!(io::stderr(), "s4w: interrupted while it was still stopping");
             std::process::exit(i32::from(SIGNALLED + number));
         })?;
         Ok(Self { interrupt, came })
@@ -53,29 +61,37 @@ impl Signals {
     }
 }
 
-/// Waits for the first signal; returns its number.
+/// The signals that come.
 #[cfg(unix)]
-fn first() -> io::Result<impl Future<Output = u8>> {
-    use std::future::poll_fn;
-    use std::task::Poll;
+struct Incoming(Vec<(u8, tokio::signal::unix::Signal)>);
 
-    use tokio::signal::unix::{Signal, SignalKind, signal};
+#[cfg(unix)]
+impl Incoming {
+    fn new() -> io::Result<Self> {
+        use tokio::signal::unix::{SignalKind, signal};
 
-    let ignored = ignored();
-    let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
-    let mut signals = vec![];
-    for kind in kinds {
-        let number = kind.as_raw_value();
-        if ignored >> (number - 1) & 1 == 0 {
-            signals.push((u8::try_from(number).unwrap_or(0), signal(kind)?));
+        let ignored = ignored();
+        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+        let mut signals = vec![];
+        for kind in kinds {
+            let number = kind.as_raw_value();
+            if ignored >> (number - 1) & 1 == 0 {
+                signals.push((u8::try_from(number).unwrap_or(0), signal(kind)?));
+            }
         }
+        Ok(Self(signals))
     }
-    Ok(poll_fn(move |cx| {
-        let come = |(number, signal): &mut (u8, Signal)| {
-            signal.poll_recv(cx).is_ready().then_some(*number)
-        };
-        signals.iter_mut().find_map(come).map_or(Poll::Pending, Poll::Ready)
-    }))
+
+    /// Waits for the next signal; returns its number.
+    async fn next(&mut self) -> u8 {
+        poll_fn(|cx| {
+            let come = |(number, signal): &mut (u8, tokio::signal::unix::Signal)| {
+                signal.poll_recv(cx).is_ready().then_some(*number)
+            };
+            self.0.iter_mut().find_map(come).map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
 }
 
 /// The signals that the process ignores, a bit for each: with `nohup`, HUP must stay without effect.
@@ -86,13 +102,21 @@ fn ignored() -> u64 {
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// Waits for Ctrl-C; returns the number of INT.
+/// The signals that come: Ctrl-C alone.
 #[cfg(not(unix))]
-fn first() -> io::Result<impl Future<Output = u8>> {
-    Ok(async {
+struct Incoming;
+
+#[cfg(not(unix))]
+impl Incoming {
+    fn new() -> io::Result<Self> {
+        Ok(Self)
+    }
+
+    /// Waits for Ctrl-C; returns the number of INT.
+    async fn next(&mut self) -> u8 {
         match tokio::signal::ctrl_c().await {
             Ok(()) => 2,
             Err(_) => std::future::pending().await,
         }
-    })
+    }
 }

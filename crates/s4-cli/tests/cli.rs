@@ -613,6 +613,39 @@ fn a_signal_leaves_nothing_half_written() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn a_second_signal_ends_what_does_not_stop() {
+    use std::time::{Duration, Instant};
+
+    let dir = tempfile::tempdir().unwrap();
+    // Nobody writes to it: opening it does not return.
+    let pipe = dir.path().join("a.s4w");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_s4w"));
+    let command = command.arg("inspect").arg(&pipe).stderr(std::process::Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let (id, term) = (child.id().to_string(), 15);
+    let handles_it = || {
+        let status = std::fs::read_to_string(format!("/proc/{id}/status")).unwrap();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap();
+        u64::from_str_radix(mask.trim(), 16).unwrap() >> (term - 1) & 1 == 1
+    };
+    while !handles_it() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let started = Instant::now();
+    // Those that come before the first was read are one.
+    while child.try_wait().unwrap().is_none() {
+        assert!(Command::new("kill").args(["-s", "TERM", &id]).status().unwrap().success());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    assert!(started.elapsed() < Duration::from_secs(9), "{:?}", started.elapsed());
+    let out = child.wait_with_output().unwrap();
+    assert_eq!(out.status.code(), Some(128 + term), "{}", text(&out));
+    assert_eq!(text(&out), "s4w: interrupted while it was still stopping\n");
+}
+
+#[test]
 fn the_same_input_gives_the_same_safetensors_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
