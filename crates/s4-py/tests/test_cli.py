@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -309,7 +310,7 @@ def test_options_of_pickles_are_those_that_have_an_effect(tmp_path: Path) -> Non
     assert main("decompress", "--threads", "1", file, str(tmp_path / "b.pt"))[0] == 0
     for wrong in (
         ["compress", "--simd", "avx2", source],
-        ["compress", source, "-v"],
+        ["compress", source, "--trusted"],
         ["compress", source, file, "more"],
         ["compress", "--preset", "huge", source],
         ["compress", "--threads", "many", source],
@@ -425,3 +426,78 @@ def test_the_service_is_said_to_be_elsewhere() -> None:
         out = run(*words)
         assert out.returncode == 4 and "s4weights-runner" in out.stderr, out.stderr
         assert "store'" not in out.stderr
+
+
+def test_what_is_logged_is_what_was_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    store = tmp_path / "store"
+    with s4weights.CheckpointStore(store) as opened:
+        opened.save_checkpoint(state(), 1)
+    (store / "logck").write_bytes(b"damaged")
+    restore = ("store", "restore", str(store), "1", "--force")
+    # One that is native, one that is not, and one for which the store is opened twice.
+    verbs = [
+        ("store", "verify", str(store)),
+        (*restore, str(tmp_path / "a.pt")),
+        (*restore, str(tmp_path / "a.safetensors")),
+    ]
+
+    def logged(*flags: str, variable: str = "") -> list[list[str]]:
+        monkeypatch.setenv("S4_LOG", variable)
+        ran = [run(*verb, *flags) for verb in verbs]
+        assert [out.returncode for out in ran] == [0, 0, 0], ran
+        lines = [out.stderr.splitlines() for out in ran]
+        return [[line for line in said if not line.startswith("s4w: warning: ")] for said in lines]
+
+    plain = " WARN the stored view is unusable: replaying the log"
+    for said in [*logged(), *logged(variable="warn")]:
+        assert len(said) == 1 and said[0].startswith(plain), said
+    for said in logged("-v", variable="off"):
+        assert said[0].startswith(plain) and all(line.startswith(" INFO ") for line in said[1:]), said
+    for said in [*logged("-vv"), *logged(variable="DEBUG")]:
+        assert any(line.startswith(" WARN s4weights.store.view: the stored view") for line in said)
+    assert logged("--quiet") == logged(variable="off") == logged(variable="error") == [[], [], []]
+    monkeypatch.setenv("S4_LOG", "loud")
+    for verb in verbs:
+        out = run(*verb)
+        assert out.returncode == 2 and out.stderr.startswith("s4w: S4_LOG: `off`, `error`"), out
+
+
+#: Runs the command line, and sends this process a signal when PyTorch has half written a file or begins to read one.
+SIGNALLED = """
+import os, signal, sys, time, torch
+from s4weights._cli import main
+
+number = getattr(signal, sys.argv[1])
+
+def load(*_, **__):
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+def save(_, file):
+    file.write(b"half")
+    # PyTorch's own writer does so, too: whatever its file raises.
+    try:
+        load()
+    finally:
+        raise RuntimeError("enforce fail: unexpected pos")
+
+torch.load, torch.save = load, save
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_nothing_half_written(tmp_path: Path, name: str) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    assert run("compress", str(tmp_path / "a.pt")).returncode == 0
+    for verb, source in [("compress", "a.pt"), ("decompress", "a.s4w")]:
+        target = str(tmp_path / ("b.s4w" if verb == "compress" else "b.pt"))
+        out = subprocess.run(
+            [sys.executable, "-c", SIGNALLED, name, verb, str(tmp_path / source), target],
+            capture_output=True,
+            text=True,
+            # Where tests run in the background, some signals may be ignored.
+            preexec_fn=lambda: signal.signal(getattr(signal, name), signal.SIG_DFL),
+        )
+        assert (out.returncode, out.stderr) == (128 + getattr(signal, name), "s4w: interrupted\n")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "a.s4w"]

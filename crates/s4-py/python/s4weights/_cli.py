@@ -7,12 +7,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.util
+import logging
 import os
 import re
 import signal
 import sys
 import threading
-import unicodedata
 import urllib.parse
 import uuid
 import warnings
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
+from ._cli_log import OFF, VARIABLE, level_of, logged, visible
+from ._cli_signals import ENDING, SIGNALLED, Signals, Stopped
 from ._errors import (
     ConflictError,
     CorruptDataError,
@@ -45,7 +47,7 @@ EXIT_DAMAGED, EXIT_USAGE, EXIT_IO, EXIT_UNSUPPORTED, EXIT_CONFLICT = 1, 2, 3, 4,
 
 #: Options that take a value, and the long names of one-letter options.
 _VALUED = frozenset(["--option", "--preset", "--simd", "--threads", "--timeout"])
-_SHORT = {"f": "--force", "h": "--help", "o": "--option", "q": "--quiet"}
+_SHORT = {"f": "--force", "h": "--help", "o": "--option", "q": "--quiet", "v": "--verbose"}
 
 #: What to do about a distributed checkpoint that holds more than tensors and plain values.
 _PIECES = (
@@ -54,8 +56,6 @@ _PIECES = (
 )
 
 _NO_STREAM = "standard input and output are not supported: name a file (`./-` is a file named `-`)"
-#: Signals that stop a command.
-_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 class _UsageError(Exception):
@@ -84,7 +84,7 @@ class _Line(NamedTuple):
 
     def require(self, names: int, usage: str, *options: str) -> None:
         """Raises `_UsageError` for more names than ``names``, or for unknown options."""
-        known = {"--quiet", "--force", *options}
+        known = {"--quiet", "--verbose", "--force", *options}
         # Only names are reported: the value of an option may be a secret.
         unknown = sorted({name for name, _ in self.options} - known)
         if unknown or len(self.names) > names:
@@ -118,15 +118,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if unreadable := _no_text(arguments):
-        print(f"s4w: {_visible(unreadable)}", file=sys.stderr)
+        print(f"s4w: {visible(unreadable)}", file=sys.stderr)
         return EXIT_USAGE
     line = _split(arguments)
-    convert = None if line.has("--help") else _converter(line)
-    if convert is not None:
+    verbose = sum(name == "--verbose" for name, _ in line.options)
+    level = level_of(verbose, line.has("--quiet"))
+    with logged(logging.WARNING if level is None else level):
+        convert = None if line.has("--help") else _converter(line)
+        if convert is None:
+            return _native(arguments)
+        if level is None:
+            print(f"s4w: {VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace`", file=sys.stderr)
+            return EXIT_USAGE
         return _run(line, convert)
-    # The native program has its own handlers while it runs: Python's would wait until it is done.
+
+
+def _native(arguments: list[str]) -> int:
+    """Runs the native program; returns its exit code."""
+    # It has its own signal handlers while it runs: Python's would wait until it is done.
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in _SIGNALS} if is_main else {}
+    before = {number: signal.getsignal(number) for number in ENDING} if is_main else {}
     if before.get(signal.SIGINT) not in (None, signal.SIG_IGN):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -182,8 +193,8 @@ def _is_pickled_there(line: _Line) -> bool:
     """The same for a checkpoint of a store."""
     if importlib.util.find_spec("torch") is None:
         return False
-    with warnings.catch_warnings():
-        # Who opens the store again warns.
+    # Who opens the store again warns.
+    with warnings.catch_warnings(), logged(OFF):
         warnings.simplefilter("ignore")
         try:
             with _chosen(line, *_choice(line, "")) as (_, _, reader):
@@ -216,14 +227,14 @@ def _is_distributed(reader: _core.Reader) -> bool:
 
 
 def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
-    with warnings.catch_warnings():
+    with Signals() as signals, warnings.catch_warnings():
         if line.has("--quiet"):
             warnings.simplefilter("ignore")
         warnings.showwarning = _warn
         try:
             if "-" in line.names:
                 raise _UsageError(_NO_STREAM)
-            print(_visible(convert(line)))
+            print(visible(convert(line)))
             return 0
         except _UsageError as e:
             code, said = EXIT_USAGE, str(e)
@@ -231,17 +242,20 @@ def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
             code, said = EXIT_UNSUPPORTED, f"{e}: PyTorch files need PyTorch: pip install torch"
         except MemoryError:
             code, said = EXIT_UNSUPPORTED, "this machine has not enough memory for it"
-        except Exception as e:
+        except (Exception, Stopped) as e:
             code, said = _code(e), _message(e)
-    print(f"s4w: {_visible(said)}", file=sys.stderr)
+        if signals.came:
+            # PyTorch's writers raise something else if a signal stops them.
+            code, said = SIGNALLED + signals.came, "interrupted"
+    print(f"s4w: {visible(said)}", file=sys.stderr)
     return code
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"s4w: warning: {_visible(str(message))}", file=sys.stderr)
+    print(f"s4w: warning: {visible(str(message))}", file=sys.stderr)
 
 
-def _code(error: Exception) -> int:
+def _code(error: BaseException) -> int:
     if isinstance(error, (LimitError, UnsafeLoadError, UnsupportedFormatError)):
         return EXIT_UNSUPPORTED
     if isinstance(error, ConflictError):
@@ -249,18 +263,10 @@ def _code(error: Exception) -> int:
     return EXIT_IO if isinstance(error, OSError) else EXIT_DAMAGED
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or repr(error)
-
-
-def _visible(text: str) -> str:
-    """Escapes control characters in a message: names come from files that others wrote."""
-    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return "".join(
-        f"\\u{{{ord(c):x}}}" if c != "\n" and unicodedata.category(c) in hidden else c for c in text
-    )
 
 
 def _compress(line: _Line) -> str:

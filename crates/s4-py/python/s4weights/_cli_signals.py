@@ -1,0 +1,47 @@
+"""Stops a command on a signal, so that nothing half-written is left behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+#: What shells add to a signal's number to make an exit code of it.
+SIGNALLED = 128
+
+#: The signals that end the process.
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class Stopped(BaseException):
+    """A signal has stopped the command."""
+
+
+class Signals:
+    """Within it, the first signal that would end the process raises `Stopped`; another one ends it.
+
+    Attributes:
+        came: the number of the signal that came; 0 if none did.
+    """
+
+    def __init__(self) -> None:
+        self.came = 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Signals:
+        # Only the main thread handles signals. What is ignored, as HUP is with `nohup`, stays without effect.
+        if threading.current_thread() is threading.main_thread():
+            for number in ENDING:
+                if signal.getsignal(number) not in (None, signal.SIG_IGN):
+                    self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def _stop(self, number: int, _: FrameType | None) -> None:
+        self.came = number
+        for each in self._before:
+            signal.signal(each, signal.SIG_DFL)
+        raise Stopped
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
