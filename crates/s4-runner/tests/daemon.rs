@@ -137,8 +137,7 @@ fn a_shutdown_that_leaves_something_says_so() {
     let setup = Setup { more: "drain_seconds = 300\n".into(), ..setup };
     let mut daemon = setup.start();
     daemon.signal("TERM");
-    daemon.signal("TERM");
-    std::thread::sleep(Duration::from_millis(200));
+    daemon.wait_until_draining();
     daemon.signal("INT");
     assert_eq!(daemon.wait().code(), Some(74));
     drop(daemon);

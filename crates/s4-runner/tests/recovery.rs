@@ -107,6 +107,7 @@ fn another_store_is_another_run() {
     let open = setup.save(2);
     is_verified(&setup, open);
     daemon.signal("TERM");
+    daemon.wait_until_draining();
     // The second signal: nothing is waited for.
     daemon.stop();
     let setup = Setup { more: "drain_seconds = 1\n".into(), ..setup };

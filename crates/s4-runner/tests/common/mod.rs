@@ -240,6 +240,15 @@ impl Daemon<'_> {
         }
     }
 
+    /// Waits until the daemon has heard the first signal: one that comes before that would be the same.
+    pub(crate) fn wait_until_draining(&self) {
+        let end = Instant::now() + LONG;
+        while self.get("/v1/status").json()["mode"] != "draining" {
+            assert!(Instant::now() < end, "{}", self.get("/v1/status").text);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     pub(crate) fn signal(&self, name: &str) {
         let pid = self.child.id().to_string();
         assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
