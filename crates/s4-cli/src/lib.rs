@@ -299,7 +299,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 }
 
 /// As [`run`], for a process that does nothing else: the signals INT, TERM and HUP stop the command, which removes what
-/// it has half written. Another signal, or ten seconds, end the process at once.
+/// it has half written. Another signal ends the process at once, and so do ten seconds in which it has not stopped.
 pub fn run_program(args: impl IntoIterator<Item = OsString>) -> u8 {
     run_with(args, Some(Signals::new))
 }

@@ -11,6 +11,8 @@ use std::time::Duration;
 
 use s4weights::Interrupt;
 use tokio::runtime::Builder;
+#[cfg(unix)]
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 
 /// How long a command may take to stop and to remove what it has half written.
@@ -43,7 +45,7 @@ impl Signals {
             stop.stop();
             // Either way, the command has not stopped.
             let _ = runtime.block_on(async { timeout(PATIENCE, incoming.next()).await });
-            let _ = writeln!(io::stderr(), "s4w: interrupted while it was still stopping");
+            let _ = writeln!(io::stderr(), "s4w: interrupted before it could clean up");
             std::process::exit(i32::from(SIGNALLED + number));
         })?;
         Ok(Self { interrupt, came })
@@ -61,15 +63,13 @@ impl Signals {
     }
 }
 
-/// The signals that come.
+/// The signals that end the process, as they arrive, each with its number.
 #[cfg(unix)]
-struct Incoming(Vec<(u8, tokio::signal::unix::Signal)>);
+struct Incoming(Vec<(u8, Signal)>);
 
 #[cfg(unix)]
 impl Incoming {
     fn new() -> io::Result<Self> {
-        use tokio::signal::unix::{SignalKind, signal};
-
         let ignored = ignored();
         let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
         let mut signals = vec![];
@@ -85,7 +85,7 @@ impl Incoming {
     /// Waits for the next signal; returns its number.
     async fn next(&mut self) -> u8 {
         poll_fn(|cx| {
-            let come = |(number, signal): &mut (u8, tokio::signal::unix::Signal)| {
+            let come = |(number, signal): &mut (u8, Signal)| {
                 signal.poll_recv(cx).is_ready().then_some(*number)
             };
             self.0.iter_mut().find_map(come).map_or(Poll::Pending, Poll::Ready)
@@ -102,7 +102,7 @@ fn ignored() -> u64 {
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// The signals that come: Ctrl-C alone.
+/// The signals that end the process, as they arrive: Ctrl-C alone.
 #[cfg(not(unix))]
 struct Incoming;
 

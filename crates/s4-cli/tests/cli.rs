@@ -634,7 +634,7 @@ fn a_second_signal_ends_what_does_not_stop() {
         std::thread::sleep(Duration::from_millis(1));
     }
     let started = Instant::now();
-    // Those that come before the first was read are one.
+    // Signals of a kind that are sent before the first was read count as one.
     while child.try_wait().unwrap().is_none() {
         assert!(Command::new("kill").args(["-s", "TERM", &id]).status().unwrap().success());
         std::thread::sleep(Duration::from_millis(50));
@@ -642,7 +642,7 @@ fn a_second_signal_ends_what_does_not_stop() {
     assert!(started.elapsed() < Duration::from_secs(9), "{:?}", started.elapsed());
     let out = child.wait_with_output().unwrap();
     assert_eq!(out.status.code(), Some(128 + term), "{}", text(&out));
-    assert_eq!(text(&out), "s4w: interrupted while it was still stopping\n");
+    assert_eq!(text(&out), "s4w: interrupted before it could clean up\n");
 }
 
 #[test]

@@ -475,7 +475,7 @@ def load(*_, **__):
 
 def save(_, file):
     file.write(b"half")
-    # PyTorch's own writer does so, too: whatever its file raises.
+    # PyTorch's writer, too, raises an error of its own if writing to its file raises one.
     try:
         load()
     finally:

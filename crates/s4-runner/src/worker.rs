@@ -237,7 +237,7 @@ impl Worker {
                     ..ImportOptions::default()
                 };
                 let done = local.import(&reader, record.step, &options)?.checkpoint;
-                // Metrics count work before the record tells of it: whoever waits for a state finds it counted.
+                // Counted before the record changes: whoever waits for the new state finds the work in the metrics.
                 self.metrics.compressed(done.about.raw_len, done.about.data_len, started.elapsed());
                 done
             }

@@ -58,7 +58,7 @@ fn the_page_offers_nothing_that_changes_anything() {
 #[test]
 fn metrics_are_what_prometheus_reads_and_agree_with_the_status() {
     let setup = Setup::default();
-    // Its threads stay where they have just told of a new state: what was counted by then is what clients see.
+    // Its threads pause wherever they have just published a new state, so clients see only what was counted before.
     let daemon = setup.start_with("*:300", |_| {});
     let id = setup.save(7);
     setup.wait(id, "durable");

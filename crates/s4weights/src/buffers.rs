@@ -332,8 +332,8 @@ mod tests {
             println!("skipped: this system has no such pages");
             return;
         }
-        // The allocator gets it from the system, unless other tests have freed as much: then large pages may have been
-        // asked for under it.
+        // The allocator may return memory that another test has freed, for which large pages were requested. What is
+        // not new is held until the system is asked for more.
         let (mut used, mut small) = (vec![], vec![7u8; 1 << 20]);
         let (mut new, middle) = loop {
             let memory = vec![7u8; 40 << 20];

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 #: What shells add to a signal's number to make an exit code of it.
 SIGNALLED = 128
@@ -26,7 +27,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.came = 0
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         # Only the main thread handles signals. What is ignored, as HUP is with `nohup`, stays without effect.
@@ -44,4 +45,4 @@ class Signals:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 /// In the child: the configuration file, and at which visit of which place to die, such as `verified:2`; or for how
-/// many milliseconds to stay at every place, such as `*:300`.
+/// many milliseconds to pause at every place, such as `*:300`.
 const CONFIG: &str = "S4W_TEST_CONFIG";
 const CRASH: &str = "S4W_TEST_CRASH";
 /// In the child: a file that is created when the GPU is touched.
@@ -240,7 +240,8 @@ impl Daemon<'_> {
         }
     }
 
-    /// Waits until the daemon has heard the first signal: one that comes before that would be the same.
+    /// Waits until the daemon has read the signal that told it to end: another one sent before that may count as the
+    /// same.
     pub(crate) fn wait_until_draining(&self) {
         let end = Instant::now() + LONG;
         while self.get("/v1/status").json()["mode"] != "draining" {
