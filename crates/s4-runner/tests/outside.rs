@@ -62,6 +62,7 @@ fn metrics_are_what_prometheus_reads_and_agree_with_the_status() {
     let daemon = setup.start_with("*:300", |_| {});
     let id = setup.save(7);
     setup.wait(id, "durable");
+    assert_eq!(setup.submit(id, 7).status, 200, "it may be repeated");
     let text = daemon.get("/metrics").text;
     let sample = |name: &str| -> f64 {
         let line = text.lines().find(|l| l.split(' ').next() == Some(name));
