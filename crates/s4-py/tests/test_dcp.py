@@ -301,7 +301,9 @@ def _die(rank: int, url: str, told: str) -> None:
     try:
         dcp.save(sharded(2), storage_writer=Dying(url, step=2))
     except BaseException as error:
-        Path(told).write_text(f"{time.monotonic() - started} {type(error).__name__}")
+        # At once: the other ranks are ended as soon as one was killed.
+        Path(f"{told}.new").write_text(f"{time.monotonic() - started} {type(error).__name__}")
+        os.replace(f"{told}.new", told)
         raise
 
 
