@@ -199,15 +199,10 @@ pub(crate) fn decompress(
 /// Warns of what is not written.
 pub(crate) fn warn_of(left_out: &LeftOut, output: &str, quiet: bool) {
     if !quiet {
-        // If standard error is closed, there is nobody to warn.
-        let _ = writeln!(
-            std::io::stderr(),
-            "s4w: warning: {}",
-            visible::name(&format!(
-                "{output} holds tensors only; left out: {left_out}. The Python wheel's `s4w` writes all of \
-                 it to a .pt file"
-            ))
-        );
+        visible::tell(&format!(
+            "warning: {output} holds tensors only; left out: {left_out}. The Python wheel's `s4w` writes all \
+             of it to a .pt file"
+        ));
     }
 }
 

@@ -312,7 +312,7 @@ fn run_with(
     let cli = match Cli::try_parse_from(&args) {
         Ok(cli) => cli,
         Err(e) if e.kind() == ErrorKind::InvalidUtf8 => {
-            let _ = writeln!(std::io::stderr(), "s4w: {}", visible::name(&no_text(&args)));
+            visible::tell(&no_text(&args));
             return Failure::Usage(String::new()).exit_code();
         }
         Err(e) => {
@@ -334,11 +334,11 @@ fn run_with(
     match (done, signals.and_then(|s| s.exit_code())) {
         (Ok(()), _) => 0,
         (Err(_), Some(code)) => {
-            let _ = writeln!(std::io::stderr(), "s4w: interrupted");
+            visible::tell("interrupted");
             code
         }
         (Err(e), None) => {
-            let _ = writeln!(std::io::stderr(), "s4w: {}", visible::name(&e.explain()));
+            visible::tell(&e.explain());
             e.exit_code()
         }
     }

@@ -2,7 +2,7 @@
 
 #[cfg(unix)]
 use std::future::poll_fn;
-use std::io::{self, Write};
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 #[cfg(unix)]
@@ -14,6 +14,8 @@ use tokio::runtime::Builder;
 #[cfg(unix)]
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
+
+use crate::visible;
 
 /// How long a command may take to stop and to remove what it has half written.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -45,7 +47,7 @@ impl Signals {
             stop.stop();
             // Either way, the command has not stopped.
             let _ = runtime.block_on(async { timeout(PATIENCE, incoming.next()).await });
-            let _ = writeln!(io::stderr(), "s4w: interrupted before it could clean up");
+            visible::tell("interrupted before it could clean up");
             std::process::exit(i32::from(SIGNALLED + number));
         })?;
         Ok(Self { interrupt, came })

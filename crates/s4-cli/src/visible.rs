@@ -1,7 +1,7 @@
 //! Escapes what a terminal would obey in printed text: names come from other people's files.
 
 use std::fmt::Write as _;
-use std::io;
+use std::io::{self, Write as _};
 
 /// Whether a character is a command to a terminal, or changes how those around it are shown:
 /// control characters, writing directions and invisible characters.
@@ -47,6 +47,14 @@ pub(crate) fn json(text: &str) -> String {
         }
     }
     out
+}
+
+/// Tells the user something in a line of standard error.
+///
+/// It is written at once, since other threads may be logging: `writeln!` would write it in pieces.
+pub(crate) fn tell(text: &str) {
+    // If standard error is closed, there is nobody to tell.
+    let _ = io::stderr().write_all(format!("s4w: {}\n", name(text)).as_bytes());
 }
 
 /// Standard error, for messages that contain such names.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._cli_log import OFF, VARIABLE, level_of, logged, visible
+from ._cli_log import OFF, VARIABLE, level_of, logged, tell, visible
 from ._cli_signals import ENDING, SIGNALLED, Signals, Stopped
 from ._errors import (
     ConflictError,
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if unreadable := _no_text(arguments):
-        print(f"s4w: {visible(unreadable)}", file=sys.stderr)
+        tell(unreadable)
         return EXIT_USAGE
     line = _split(arguments)
     verbose = sum(name == "--verbose" for name, _ in line.options)
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if convert is None:
             return _native(arguments)
         if level is None:
-            print(f"s4w: {VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace`", file=sys.stderr)
+            tell(f"{VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace`")
             return EXIT_USAGE
         return _run(line, convert)
 
@@ -247,12 +247,12 @@ def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
         if signals.came:
             # PyTorch's writers raise something else if a signal stops them.
             code, said = SIGNALLED + signals.came, "interrupted"
-    print(f"s4w: {visible(said)}", file=sys.stderr)
+    tell(said)
     return code
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"s4w: warning: {visible(str(message))}", file=sys.stderr)
+    tell(f"warning: {message}")
 
 
 def _code(error: BaseException) -> int:

@@ -50,6 +50,14 @@ class _ToStderr(logging.Handler):
             sys.stderr.write(f"{name:>5} {where}{visible(record.getMessage())}\n")
 
 
+def tell(text: str) -> None:
+    """Tells the user something, on a line of standard error."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            # In one piece: ``print`` writes the line's end by itself, and other threads may be logging.
+            sys.stderr.write(f"s4w: {visible(text)}\n")
+
+
 @contextlib.contextmanager
 def logged(level: int) -> Iterator[None]:
     """Within it, what is logged from ``level`` on goes to standard error."""
