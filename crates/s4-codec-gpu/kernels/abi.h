@@ -192,7 +192,8 @@ static_assert(sizeof(Update) == 8, "");
 
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 
-// A chunk to encode, 8-byte aligned.
+// A chunk to encode, 8-byte aligned. Whole lines of a cache: in a 128-byte aligned array, all that a kernel reads first
+// is one line.
 struct EncodeChunk {
   const u8* values;           // n * width bytes, at any address; fast if 16-byte aligned
   u8* scratch;                // 16-byte aligned; sizes below; not shared with another chunk of the batch
@@ -210,8 +211,9 @@ struct EncodeChunk {
   u64 first;                  // index of the first value in its tensor
   u64 cols;                   // values in a row of the tensor, its last dimension
   TableSet tables[kMaxPlanes];
+  u64 reserved[5];
 };
-static_assert(sizeof(EncodeChunk) == 216, "");
+static_assert(sizeof(EncodeChunk) == 256, "");
 
 // A stream's entry in the header of a frame.
 struct StreamEntry {
@@ -246,7 +248,7 @@ struct DecodeStream {
 };
 static_assert(sizeof(DecodeStream) == 12, "");
 
-// A chunk to decode, 8-byte aligned.
+// A chunk to decode, 8-byte aligned; whole lines, as well.
 struct DecodeChunk {
   const u8* frame;            // 16-byte aligned, readable up to the next multiple of 16; may be mapped memory
   u8* values;                 // n * width bytes, at any address; fast if 16-byte aligned
@@ -270,8 +272,9 @@ struct DecodeChunk {
   TableSet tables[kMaxPlanes];
   u8 class_top, class_shift;  // for kContextsExponent
   u8 reserved1[6];
+  u64 reserved2[7];
 };
-static_assert(sizeof(DecodeChunk) == 328, "");
+static_assert(sizeof(DecodeChunk) == 384, "");
 
 struct CopySpan {
   const u8* from;

@@ -38,11 +38,6 @@ __device__ __forceinline__ u32 plane_at(u32 layout, u32 width, u32 n, u32 i) {
   return at;
 }
 
-// The tensor's table for a plane that has exactly one; null if it has none or several.
-__device__ __forceinline__ const SharedTable* only_table(const TableSet& set) {
-  return set.count == 1 ? set.at : nullptr;
-}
-
 // The planes of a chunk, each 16-byte aligned.
 struct PlaneSet {
   u8* at[kMaxPlanes];

@@ -125,7 +125,7 @@ struct ValueTarget {
   __device__ __forceinline__ u32 symbols() const { return chunk.n; }
   __device__ __forceinline__ const u8* stream() const { return chunk.stream; }
   __device__ __forceinline__ u32 load_state(u32 at) const {
-    return __ldg(reinterpret_cast<const u32*>(chunk.stream + at));
+    return __ldg(reinterpret_cast<const u32*>(chunk.stream + at) + lane_id());
   }
   __device__ __forceinline__ void store_carried(u32 segment, u16 word) const {
     carry[segment * kLanes + lane_id()] = word;
@@ -242,15 +242,14 @@ __device__ __forceinline__ Status decode_streams(const DecodeChunk& c, const Fus
   if (at < min(chunk.stream_len, kStaged))
     *reinterpret_cast<uint4*>(shared.head + at) = __ldg(reinterpret_cast<const uint4*>(chunk.stream + at));
   __syncthreads();
-  const Status read = read_header<8>(shared.head, chunk.stream_len, chunk.n, only_table(c.tables[0]), shared.header,
+  const Status read = read_header<8>(shared.head, chunk.stream_len, chunk.n, c.tables[0], shared.header,
                                      shared.entries.get());
   if (read != kOk) return read;
   if (shared.chunk.a_len + shared.header.fixed.carried != shared.chunk.n) return kCorrupt;
   Shared entries = shared_address(shared.entries.get());
   hide(entries);
-  const bool sound = decode_segments<kWarps<kWidth>, Words<kWidth>>(
-      shared.header, PairTable{entries}, ValueTarget<kWidth>{shared.chunk, shared.carry},
-      shared.words[uniform_warp_id()]);
+  const bool sound = decode_segments<Words<kWidth>>(
+      shared.header, PairTable{entries}, ValueTarget<kWidth>{shared.chunk, shared.carry}, shared.words);
   if (__syncthreads_or(!sound)) return kCorrupt;
   restore_carried<kWidth>(shared);
   return kOk;

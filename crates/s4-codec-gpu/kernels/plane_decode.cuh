@@ -37,7 +37,10 @@ struct PlaneTarget {
 
   __device__ __forceinline__ u32 symbols() const { return size; }
   __device__ __forceinline__ const u8* stream() const { return from.at; }
-  __device__ __forceinline__ u32 load_state(u32 at) const { return *reinterpret_cast<const u32*>(from.at + at); }
+  // The lane's, of the states at `at`.
+  __device__ __forceinline__ u32 load_state(u32 at) const {
+    return reinterpret_cast<const u32*>(from.at + at)[lane_id()];
+  }
   __device__ __forceinline__ void store_carried(u32 segment, u16 word) const {
     if (carry != nullptr) *reinterpret_cast<u16*>(carry + segment * kCarryBytes + 2 * lane_id()) = word;
   }
@@ -105,7 +108,7 @@ struct DecodeOneTable {
   // Reads a stream's header and table. All threads; all return the same; ends with a barrier.
   template <u32 kBits>
   __device__ __forceinline__ static Status read(const PlaneTarget& to, PlaneDecodeShared<DecodeOneTable>& shared) {
-    return read_header<kBits>(to.from.at, to.from.len, to.size, only_table(to.tables), shared.header,
+    return read_header<kBits>(to.from.at, to.from.len, to.size, to.tables, shared.header,
                               shared.entries.template get<kBits>());
   }
   // Calls `decode` with the table that decodes symbols.
@@ -126,7 +129,7 @@ __device__ __forceinline__ Status decode_rans(PlaneTarget to, u32& carried, Plan
   carried = shared.header.fixed.carried;
   if (carried == 0) to.carry = nullptr;
   const bool sound = Context::template with_tables<kBits>(to, shared, [&](const auto& tables) {
-    return decode_segments<kDecodeWarps, PlaneWords>(shared.header, tables, to, shared.words[warp_id()]);
+    return decode_segments<PlaneWords>(shared.header, tables, to, shared.words);
   });
   return __syncthreads_or(!sound) ? kCorrupt : kOk;
 }

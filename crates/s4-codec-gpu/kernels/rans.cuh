@@ -24,6 +24,11 @@ constexpr u32 kAlign = 4;                        // of segments, from the start 
 
 constexpr u32 kFlagShared = 1, kFlagCarries = 2;  // in header byte 7
 
+// The tensor's table for a plane that has exactly one; null if it has none or several.
+__device__ __forceinline__ const SharedTable* only_table(const TableSet& set) {
+  return set.count == 1 ? set.at : nullptr;
+}
+
 // For the fused encoders of values of `kWidth` bytes: a chunk has at most 256 KiB of values, and its thread
 // block has a warp for each of its segments.
 template <int kWidth>

@@ -90,15 +90,20 @@ __device__ __forceinline__ Status read_table(const u8* head, u32 len, const Shar
 }
 
 // Reads the header of a stream with one table into `h`, up to the table's symbols; returns `kOk` only if table and
-// word counts fit into the stream. Any thread, on its own.
+// word counts fit into the stream. `tables`, the tensor's, is read only if the stream uses its table, since it may be
+// far from what was loaded before; `shared` is that table, else null. Any thread, on its own.
 template <u32 kBits, u32 kMaxSegments>
-__device__ __forceinline__ Status read_fixed(const u8* head, u32 len, u32 n, const SharedTable* table, Fixed& h) {
+__device__ __forceinline__ Status read_fixed(const u8* head, u32 len, u32 n, const TableSet& tables, Fixed& h,
+                                             const SharedTable*& shared) {
   const Status shape = read_shape(head, len, n, kMaxSegments, h);
   if (shape != kOk) return shape;
   if (head[6] != 1) return kUnsupported;
-  const bool shared = head[7] & kFlagShared;
-  if (shared && table == nullptr) return kCorrupt;
-  const Status status = read_table<kBits>(head, len, shared ? table : nullptr, h);
+  shared = nullptr;
+  if (head[7] & kFlagShared) {
+    shared = only_table(tables);
+    if (shared == nullptr) return kCorrupt;
+  }
+  const Status status = read_table<kBits>(head, len, shared, h);
   if (status != kOk) return status;
   return h.counts_at + 2 * h.segments > len ? kCorrupt : kOk;
 }
@@ -172,16 +177,17 @@ __device__ __forceinline__ void fill_entries(const TableBytes& table, u32 escape
 // Reads header and table of a stream of `n` > 0 symbols and fills `entries[2^P]`. `head`: the first bytes of
 // the stream, up to the word counts at least. All threads, two warps at least; all return the same; barriers.
 template <u32 kBits, u32 kMaxSegments>
-__device__ __forceinline__ Status read_header(const u8* head, u32 len, u32 n, const SharedTable* shared,
+__device__ __forceinline__ Status read_header(const u8* head, u32 len, u32 n, const TableSet& tables,
                                               Header<kMaxSegments>& h, u32* entries) {
   Fixed fixed;
+  const SharedTable* shared;
   if (threadIdx.x < 8) h.seen[threadIdx.x] = 0;
-  const Status status = read_fixed<kBits, kMaxSegments>(head, len, n, shared, fixed);
+  const Status status = read_fixed<kBits, kMaxSegments>(head, len, n, tables, fixed, shared);
   if (status != kOk) return status;
   if (threadIdx.x == 0) h.fixed = fixed;
   __syncthreads();
 
-  const TableBytes table{head[7] & kFlagShared ? shared : nullptr, head + kHeaderBytes + 4, fixed.kept};
+  const TableBytes table{shared, head + kHeaderBytes + 4, fixed.kept};
   bool bad = is_bad<kBits>(table, h);
   if (warp_id() == 0) bad |= !find_slots<kBits>(table, fixed.escape, h);
   else if (warp_id() == 1) bad |= !find_segments(head, len, fixed, h);
@@ -311,23 +317,29 @@ struct PairTable {
   }
 };
 
+// Decodes symbols `first .. end-1` from state `x` on; false if the segment is not sound. One warp.
+template <class Words, class Tables, class Target>
+__device__ __forceinline__ bool decode_segment(const Tables& tables, const Target& target, u32 first, u32 end, u32& x,
+                                               Words& words) {
+  if (!__all_sync(kAllLanes, x >= kLow)) return false;
+  target.blocks(first, end, [&](u32 from, u32* symbols) { tables.pop(x, words, from, symbols); });
+  return words.all_taken();
+}
+
 // Decodes every `kWarps`-th segment of a stream; false if one is not sound. `tables` decodes eight symbols of
-// each lane at a time; `target` receives the symbols, and the words that the final states carry. `buffer`: this
-// warp's. One warp.
-template <u32 kWarps, class Words, u32 kMaxSegments, class Tables, class Target>
+// each lane at a time; `target` receives the symbols, and the words that the final states carry. `buffers`: of each
+// warp. One warp.
+template <class Words, u32 kMaxSegments, class Tables, class Target, u32 kWarps, u32 kBuffer>
 __device__ __forceinline__ bool decode_segments(const Header<kMaxSegments>& h, const Tables& tables,
-                                                const Target& target, u16* buffer) {
+                                                const Target& target, u16 (&buffers)[kWarps][kBuffer]) {
+  const u32 warp = uniform_warp_id();
 #pragma unroll 1
-  for (u32 i = uniform_warp_id(); i < h.fixed.segments; i += kWarps) {
+  for (u32 i = warp; i < h.fixed.segments; i += kWarps) {
     const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
-    u32 x = target.load_state(at + 4 * lane_id());
-    Words words(buffer, target.stream(), at + kStatesBytes, h.words[i]);
+    u32 x = target.load_state(at);
+    Words words(buffers[warp], target.stream(), at + kStatesBytes, h.words[i]);
     const u32 end = min(target.symbols() - first, 1u << h.fixed.segment_log2) + first;
-    bool sound = __all_sync(kAllLanes, x >= kLow) != 0;
-    if (sound) {
-      target.blocks(first, end, [&](u32 from, u32* symbols) { tables.pop(x, words, from, symbols); });
-      sound = words.all_taken();
-    }
+    const bool sound = decode_segment(tables, target, first, end, x, words);
     if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;
     target.store_carried(i, static_cast<u16>(x));
   }

@@ -295,6 +295,8 @@ pub struct EncodeChunk {
     pub cols: u64,
     /// The shared tables of each plane.
     pub tables: [TableSet; MAX_PLANES],
+    /// Zero.
+    pub reserved: [u64; 5],
 }
 
 /// A stream as a frame's header has it.
@@ -401,6 +403,8 @@ pub struct DecodeChunk {
     pub class: [u8; 2],
     /// Zero.
     pub reserved1: [u8; 6],
+    /// Zero.
+    pub reserved2: [u64; 7],
 }
 
 /// Bytes to copy.
@@ -444,11 +448,11 @@ pub struct CrcSpan {
 const _: () = {
     assert!(size_of::<SharedTable>() == 776);
     assert!(size_of::<TableSet>() == 16);
-    assert!(size_of::<EncodeChunk>() == 216);
+    assert!(size_of::<EncodeChunk>() == 256);
     assert!(size_of::<ResultStream>() == 8);
     assert!(size_of::<EncodeResult>() == 96);
     assert!(size_of::<DecodeStream>() == 12);
-    assert!(size_of::<DecodeChunk>() == 328);
+    assert!(size_of::<DecodeChunk>() == 384);
     assert!(size_of::<Offsets>() == 32);
     assert!(size_of::<Update>() == 8);
     assert!(size_of::<CopySpan>() == 24);

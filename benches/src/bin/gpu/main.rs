@@ -1,7 +1,7 @@
 //! The CUDA engine against the ceilings of its machine and against nvCOMP, in one run of one program.
 //!
 //! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N] [--scratch MIB]
-//! [--only preset|presets|path]`: values are weights of
+//! [--only preset|presets|kernels|path]`: values are weights of
 //! `testdata`, repeated; kernels are timed by device events, whole paths by the clock. `gpu.json`, `gpu.md` and
 //! `gpu.svg` are written to the folder of `--out`. nvCOMP is measured if its library is found
 //! (`NVCOMP_LIBRARY` or the system's), and reported as missing otherwise.
@@ -78,8 +78,8 @@ struct Args {
     tensors: u64,
     /// Device memory that engines may take, in MiB; by default as much as they do otherwise.
     scratch: Option<u64>,
-    /// Measure one part alone: `preset` (preset `nvcomp`), `presets` (`fast` beside `balanced`), or `path` (from device
-    /// memory to host memory).
+    /// Measure one part alone: `preset` (preset `nvcomp`), `presets` (`fast` beside `balanced`), `kernels`, or `path`
+    /// (from device memory to host memory).
     only: Option<String>,
 }
 
@@ -96,7 +96,7 @@ impl Args {
                 "--mib" => out.mib = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
                 "--tensors" => out.tensors = value.parse()?,
                 "--scratch" => out.scratch = Some(value.parse()?),
-                "--only" if ["preset", "presets", "path"].contains(&&*value) => {
+                "--only" if ["preset", "presets", "kernels", "path"].contains(&&*value) => {
                     out.only = Some(value)
                 }
                 _ => return Err(format!("unknown argument {arg}").into()),
@@ -125,14 +125,16 @@ fn main() -> Outcome<()> {
         if let Some(mib) = of_peers.filter(|_| wants("presets")) {
             groups.extend(presets::measure(&lab, &args.data, tile, mib * MIB)?);
         }
-        if !wants("path") {
-            continue;
-        }
         for mib in args.mib.iter().copied() {
-            if args.only.is_none() {
+            if wants("kernels") {
                 groups.push(kernels(&lab, tile, mib * MIB, of_peers == Some(mib))?);
             }
-            groups.push(path::large(&lab, tile, mib * MIB)?);
+            if wants("path") {
+                groups.push(path::large(&lab, tile, mib * MIB)?);
+            }
+        }
+        if !wants("path") {
+            continue;
         }
         if let Some(mib) = of_peers {
             groups.push(path::state(&lab, &tile.state(&args.data, mib * MIB)?)?);
