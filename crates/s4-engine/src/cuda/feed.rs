@@ -1,16 +1,16 @@
 //! Frames on their way to the decoder: straight from pinned memory, or filled in by many threads
 //! while earlier batches are queued.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, TryRecvError};
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
+use rayon::{ScopeFifo, ThreadPool, Yield};
 use s4_codec_gpu::Pinned;
 
 use super::decode::Decoder;
 use super::error::{CudaError, Result};
 use super::job::{Batch, Filled};
-use crate::threads::lock;
 
 /// Parts start at multiples of a cache line.
 const LINE: usize = 64;
@@ -47,56 +47,134 @@ impl<'a> Decoder<'_, 'a> {
         fill: impl Fn(usize, usize, &mut [u8]) -> Result<(), E> + Sync,
         mut queued: impl FnMut(usize) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut before: Option<(usize, Filled<'a>)> = None;
-        for (number, batch) in batches.into_iter().enumerate() {
-            let len = batch.len;
-            let filled = self.take(batch)?;
-            let pinned = Arc::clone(&filled.frames.pinned);
-            // SAFETY: what used the slot is done, and nothing uses it until it is started.
-            let to = unsafe { pinned.slice_mut(0, len) };
-            let fill = |at, to: &mut [u8]| fill(number, at, to);
-            fill_beside(pool, part, to, fill, || self.begin(before.take(), &mut queued))?;
-            before = Some((number, filled));
-        }
-        self.begin(before, &mut queued)
+        let part = part.max(1);
+        let Some(pool) = pool else {
+            let mut numbered = batches.into_iter().enumerate();
+            return numbered.try_for_each(|n| self.fill_here(n, part, &fill, &mut queued));
+        };
+        let failed = AtomicBool::new(false);
+        pool.in_place_scope_fifo(|scope| {
+            let mut before: Option<Filling<'a, E>> = None;
+            let mut push = |decoder: &mut Self, (number, batch): (usize, Batch<'a>)| {
+                if before.is_none() && batch.len <= part {
+                    return decoder.fill_here((number, batch), part, &fill, &mut queued);
+                }
+                let filled = (number, decoder.take(batch)?);
+                // Before the last batch is full: threads that wait for each other at the end of each batch, and wake
+                // up for the next one, are slower than the link.
+                let filling = Filling::spawn(scope, pool, filled, part, &fill, &failed);
+                match before.replace(filling) {
+                    Some(last) => decoder.begin(pool, last, &mut queued),
+                    None => Ok(()),
+                }
+            };
+            let pushed = batches.into_iter().enumerate().try_for_each(|n| push(self, n));
+            let pushed = match before {
+                Some(last) if pushed.is_ok() => self.begin(pool, last, &mut queued),
+                _ => pushed,
+            };
+            failed.store(pushed.is_err(), Ordering::Relaxed);
+            pushed
+        })
     }
 
-    fn begin<E: From<CudaError>>(
+    /// Fills a batch on this thread.
+    fn fill_here<E: From<CudaError>>(
         &mut self,
-        filled: Option<(usize, Filled<'a>)>,
+        (number, batch): (usize, Batch<'a>),
+        part: usize,
+        fill: &impl Fn(usize, usize, &mut [u8]) -> Result<(), E>,
         queued: &mut impl FnMut(usize) -> Result<(), E>,
     ) -> Result<(), E> {
-        let Some((number, filled)) = filled else { return Ok(()) };
-        self.start(filled)?;
+        let Batch { ordinal, len, jobs } = batch;
+        self.push(ordinal, len, jobs, |to| {
+            to.chunks_mut(part).enumerate().try_for_each(|(i, to)| fill(number, i * part, to))
+        })?;
         queued(number)
+    }
+
+    /// Waits until a batch is filled, and queues it.
+    fn begin<E: From<CudaError>>(
+        &mut self,
+        pool: &ThreadPool,
+        filling: Filling<'a, E>,
+        queued: &mut impl FnMut(usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if !wait(pool, filling.parts, &filling.done)? {
+            // A thread panicked, and the scope passes that on when it ends.
+            return Ok(());
+        }
+        self.start(filling.filled)?;
+        queued(filling.number)
     }
 }
 
-/// Fills memory in parts of at most `part` bytes on a pool, while this thread runs `beside`, whose
-/// errors take precedence.
-fn fill_beside<E: Send>(
-    pool: Option<&ThreadPool>,
-    part: usize,
-    to: &mut [u8],
-    fill: impl Fn(usize, &mut [u8]) -> Result<(), E> + Sync,
-    beside: impl FnOnce() -> Result<(), E>,
-) -> Result<(), E> {
-    let part = part.max(1);
-    let Some(pool) = pool.filter(|_| to.len() > part) else {
-        beside()?;
-        return to.chunks_mut(part).enumerate().try_for_each(|(i, to)| fill(i * part, to));
-    };
-    let part = even_part(to.len(), part, pool.current_num_threads());
-    let filled = Mutex::new(Ok(()));
-    let done = pool.in_place_scope(|s| {
-        s.spawn(|_| {
-            let parts = to.par_chunks_mut(part).enumerate();
-            let done = parts.try_for_each(|(i, to)| fill(i * part, to));
-            *lock(&filled) = done;
-        });
-        beside()
-    });
-    done.and(filled.into_inner().unwrap_or_else(|e| e.into_inner()))
+/// A batch that threads are filling.
+struct Filling<'a, E> {
+    number: usize,
+    filled: Filled<'a>,
+    parts: usize,
+    /// What became of each part.
+    done: Receiver<Result<(), E>>,
+}
+
+impl<'a, E: Send> Filling<'a, E> {
+    /// Has a pool fill a batch, in parts of at most `part` bytes, until `failed`.
+    fn spawn<'s, F>(
+        scope: &ScopeFifo<'s>,
+        pool: &ThreadPool,
+        (number, filled): (usize, Filled<'a>),
+        part: usize,
+        fill: &'s F,
+        failed: &'s AtomicBool,
+    ) -> Self
+    where
+        F: Fn(usize, usize, &mut [u8]) -> Result<(), E> + Sync,
+        E: 's,
+    {
+        let part = even_part(filled.len, part, pool.current_num_threads());
+        let (sender, done) = mpsc::channel();
+        let mut parts = 0;
+        for at in (0..filled.len).step_by(part) {
+            let (sender, pinned) = (sender.clone(), Arc::clone(&filled.frames.pinned));
+            let len = part.min(filled.len - at);
+            scope.spawn_fifo(move |_| {
+                if failed.load(Ordering::Relaxed) {
+                    return;
+                }
+                // SAFETY: what used the slot is done, nothing uses it until it is started, and no other part overlaps.
+                let to = unsafe { pinned.slice_mut(at, len) };
+                // Nobody asks any more if another part failed.
+                let _ = sender.send(fill(number, at, to));
+            });
+            parts += 1;
+        }
+        Self { number, filled, parts, done }
+    }
+}
+
+/// Waits until all parts are filled; false if a thread ended without saying what became of its part.
+fn wait<E>(pool: &ThreadPool, parts: usize, done: &Receiver<Result<(), E>>) -> Result<bool, E> {
+    for _ in 0..parts {
+        let part = loop {
+            match done.try_recv() {
+                Ok(part) => break part,
+                Err(TryRecvError::Disconnected) => return Ok(false),
+                Err(TryRecvError::Empty) => {}
+            }
+            // A thread of the pool itself must go on working, or nobody might.
+            match pool.yield_now() {
+                Some(Yield::Executed) => {}
+                Some(Yield::Idle) => std::thread::yield_now(),
+                None => match done.recv() {
+                    Ok(part) => break part,
+                    Err(_) => return Ok(false),
+                },
+            }
+        };
+        part?;
+    }
+    Ok(true)
 }
 
 /// Size of the parts, at most `part` bytes, that gives all threads the same number of parts: with 17 parts, 15 of 16

@@ -1,7 +1,9 @@
 //! Frames from pinned memory, and frames that threads fill in.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use s4_codec_gpu::GpuError;
 use s4_engine::cuda::{Batch, CudaEngine, CudaError, CudaOptions, Pinned};
 use s4_format::DType;
@@ -48,19 +50,18 @@ fn arrived(gpu: &Gpu, hosts: &[Host], to: &[Upload]) {
     }
 }
 
-fn pool() -> rayon::ThreadPool {
-    rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap()
+fn pool(threads: usize) -> ThreadPool {
+    ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
 }
 
-/// Decodes spans that threads fill in; `at` gets the index and offset of each part before it is filled.
+/// Decodes spans that the threads of a pool fill in; `at` gets the index and offset of each part before it is filled.
 fn fed(
     engine: &CudaEngine,
     to: &[Upload],
     spans: Vec<Span<'_>>,
-    threads: bool,
+    pool: Option<&ThreadPool>,
     at: impl Fn(usize, usize) -> Result<(), CudaError> + Sync,
 ) -> (Result<(), CudaError>, Vec<usize>) {
-    let pool = pool();
     let memory: Vec<_> = to.iter().map(Upload::memory).collect();
     let (bytes, jobs): (Vec<_>, Vec<_>) = spans.into_iter().map(|s| (s.bytes, s.jobs)).unzip();
     let mut queued = vec![];
@@ -72,11 +73,11 @@ fn fed(
             // Threads share the bytes evenly.
             let is_last = first + part.len() == bytes[span].len();
             assert!(part.len() <= 5000 && (part.len() >= 2500 || is_last), "{}", part.len());
-            assert!(threads || is_last || part.len() == 5000);
+            assert!(pool.is_some() || is_last || part.len() == 5000);
             part.copy_from_slice(&bytes[span][first..first + part.len()]);
             Ok(())
         };
-        decoder.push_all(threads.then_some(&pool), batches, 5000, fill, |span| {
+        decoder.push_all(pool, batches, 5000, fill, |span| {
             queued.push(span);
             Ok(())
         })
@@ -89,10 +90,10 @@ fn frames_that_threads_fill_in_are_decoded() {
     let Some(gpu) = gpu() else { return };
     let (hosts, encoded) = tensors();
     let engine = gpu.engine(CudaOptions::default());
-    for threads in [false, true] {
+    for pool in [None, Some(pool(3)), Some(pool(1))] {
         let (to, spans) = spans(&gpu, &hosts, &encoded);
         let count = spans.len();
-        let (done, queued) = fed(&engine, &to, spans, threads, |_, _| Ok(()));
+        let (done, queued) = fed(&engine, &to, spans, pool.as_ref(), |_, _| Ok(()));
         done.unwrap();
         assert_eq!(queued, Vec::from_iter(0..count));
         arrived(&gpu, &hosts, &to);
@@ -104,9 +105,10 @@ fn what_a_thread_fails_with_is_told_and_nothing_follows() {
     let Some(gpu) = gpu() else { return };
     let (hosts, encoded) = tensors();
     let engine = gpu.engine(CudaOptions::default());
-    for threads in [false, true] {
+    let pool = pool(3);
+    for pool in [None, Some(&pool)] {
         let (to, spans) = spans(&gpu, &hosts, &encoded);
-        let (done, queued) = fed(&engine, &to, spans, threads, |span, first| match (span, first) {
+        let (done, queued) = fed(&engine, &to, spans, pool, |span, first| match (span, first) {
             (2, 2500..) => Err(GpuError::Argument("no such part".into()).into()),
             _ => Ok(()),
         });
@@ -115,7 +117,39 @@ fn what_a_thread_fails_with_is_told_and_nothing_follows() {
     }
     // The engine still works.
     let (to, spans) = spans(&gpu, &hosts, &encoded);
-    fed(&engine, &to, spans, true, |_, _| Ok(())).0.unwrap();
+    fed(&engine, &to, spans, Some(&pool), |_, _| Ok(())).0.unwrap();
+    arrived(&gpu, &hosts, &to);
+}
+
+#[test]
+fn a_pool_whose_only_thread_decodes_is_not_waited_for() {
+    let Some(gpu) = gpu() else { return };
+    let (hosts, encoded) = tensors();
+    let engine = gpu.engine(CudaOptions::default());
+    let pool = pool(1);
+    let (to, spans) = spans(&gpu, &hosts, &encoded);
+    pool.install(|| fed(&engine, &to, spans, Some(&pool), |_, _| Ok(()))).0.unwrap();
+    arrived(&gpu, &hosts, &to);
+}
+
+#[test]
+fn a_panic_of_a_thread_is_passed_on() {
+    let Some(gpu) = gpu() else { return };
+    let (hosts, encoded) = tensors();
+    let engine = gpu.engine(CudaOptions::default());
+    let pool = pool(3);
+    let (to, all) = spans(&gpu, &hosts, &encoded);
+    let decode = AssertUnwindSafe(|| {
+        fed(&engine, &to, all, Some(&pool), |span, _| match span {
+            3 => panic!("a part that cannot be read"),
+            _ => Ok(()),
+        })
+    });
+    let told = std::panic::catch_unwind(decode).unwrap_err();
+    assert_eq!(told.downcast_ref(), Some(&"a part that cannot be read"));
+    // The engine still works.
+    let (to, all) = spans(&gpu, &hosts, &encoded);
+    fed(&engine, &to, all, Some(&pool), |_, _| Ok(())).0.unwrap();
     arrived(&gpu, &hosts, &to);
 }
 
