@@ -102,6 +102,7 @@ enum Prediction : u8 {
   kPredictF16 = 3,       // the same, rounded to fp16
   kPredictOffsets = 4,   // the sum of the offsets of its row and column, input kOffsets
   kPredictBlend = 5,     // that sum, plus a share of the magnitude of input kParent
+  kPredictStep = 6,      // what the optimizer's step, input kFactors, makes of input kParent
 };
 
 // Contexts of docs/format.md.
@@ -160,9 +161,10 @@ static_assert(sizeof(TableSet) == 16, "");
 constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
 constexpr u32 kOffsets = 1;   // for kPredictOffsets, kPredictBlend: `Offsets`, 8-byte aligned
 constexpr u32 kColumns = 2;   // for the same: the columns' offsets, 16-byte aligned
-constexpr u32 kFirst = 1;     // for kContextsUpdate: the n values of the first moment, at any address
+constexpr u32 kFirst = 1;     // for kContextsUpdate, kPredictStep: the n values of the first moment, at any address
 constexpr u32 kSecond = 2;    // for the same: the n values of the second moment, at any address
-constexpr u32 kUpdate = 3;    // for the same: `Update`, 8-byte aligned
+constexpr u32 kUpdate = 3;    // for kContextsUpdate: `Update`, 8-byte aligned
+constexpr u32 kFactors = 3;   // for kPredictStep: `Step`, 8-byte aligned
 
 // How the offsets of rows and columns are used. The rows' offsets follow this structure, at least for the rows that the
 // chunk has values in. Offsets are signed 16-bit integers. A row is `cols` consecutive values of the tensor.
@@ -189,6 +191,13 @@ struct Update {
   u8 one_table;  // for an encoder: bit i: plane i has no contexts; a decoder finds out from the stream
 };
 static_assert(sizeof(Update) == 8, "");
+
+// The constants of an optimizer's step (docs/predictors/step.md), and the types of weights and moments.
+struct Step {
+  float keep, rate, epsilon;
+  u8 weight, first, second, reserved;
+};
+static_assert(sizeof(Step) == 16, "");
 
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 

@@ -9,6 +9,7 @@
 #endif
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +32,23 @@ struct uint2 {
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
+// IEEE 754, whatever the compiler would make of the operators.
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline float rounded(volatile float x) { return x; }
+inline float __fadd_rn(float a, float b) { return rounded(a + b); }
+inline float __fsub_rn(float a, float b) { return rounded(a - b); }
+inline float __fmul_rn(float a, float b) { return rounded(a * b); }
+inline float __fdiv_rn(float a, float b) { return rounded(a / b); }
+inline float __fsqrt_rn(float x) { return rounded(std::sqrt(x)); }
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 

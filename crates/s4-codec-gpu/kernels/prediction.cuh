@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layouts.cuh"
+#include "step.cuh"
 
 namespace s4 {
 
@@ -123,6 +124,7 @@ __device__ __noinline__ void give_predicted(const AnyPrediction& by, u32 at, u32
 struct AnyPrediction {
   u32 prediction, residual;
   const u8* input;
+  const u8* const* inputs;  // all of them, in the descriptor
   RowsAndColumns offsets;
 
   template <class Chunk>
@@ -136,6 +138,7 @@ struct AnyPrediction {
       case kPredictF16: return c.inputs[kParent] != nullptr && c.residual == kXor && c.width == 2;
       case kPredictOffsets: return has_offsets(c);
       case kPredictBlend: return c.inputs[kParent] != nullptr && has_offsets(c);
+      case kPredictStep: return has_step(c);
       default: return false;
     }
   }
@@ -146,10 +149,18 @@ struct AnyPrediction {
     if (c.width == 1 || o.cols == 0 || o.cols >> 31 != 0 || o.shift >= 8u * c.width) return false;
     return (o.first + c.n - 1) / o.cols < o.rows;  // the last value's row
   }
+  template <class Chunk>
+  __device__ __forceinline__ static bool has_step(const Chunk& c) {
+    for (u32 i = 0; i < kMaxInputs; i++)
+      if (c.inputs[i] == nullptr) return false;
+    const Step& step = *reinterpret_cast<const Step*>(c.inputs[kFactors]);
+    return c.residual == kSub && is_float(step.weight) && is_float(step.first) && is_float(step.second) &&
+           float_width(step.weight) == c.width;
+  }
   __device__ __forceinline__ static AnyDensity density(const EncodeChunk& c) { return AnyDensity{c.sparse != 0}; }
   template <class Chunk>
   __device__ __forceinline__ static AnyPrediction of(const Chunk& c) {
-    AnyPrediction p{c.prediction, c.residual, c.inputs[kParent], {}};
+    AnyPrediction p{c.prediction, c.residual, c.inputs[kParent], c.inputs, {}};
     if (c.prediction == kPredictOffsets || c.prediction == kPredictBlend) p.offsets = RowsAndColumns::of(c);
     return p;
   }
@@ -159,7 +170,22 @@ struct AnyPrediction {
     if (prediction == kPredictInput) load_values8<kWidth>(input, at, left, p);
     else if (kWidth > 1 && prediction == kPredictOffsets) offsets.predict<kWidth>(at, left, p);
     else if (kWidth > 1 && prediction == kPredictBlend) blend<kWidth>(at, left, p);
+    else if ((kWidth == 2 || kWidth == 4) && prediction == kPredictStep) step<kWidth>(at, left, p);
     else if (kWidth == 2) load_rounded<kWidth>(input, prediction == kPredictBf16, at, left, p);
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void step(u32 at, u32 left, Uint<kWidth>* p) const {
+    const Step& by = *reinterpret_cast<const Step*>(inputs[kFactors]);
+    u32 weights[8], first[8], second[8];
+    load_floats(by.weight, input, at, left, weights);
+    load_floats(by.first, inputs[kFirst], at, left, first);
+    load_floats(by.second, inputs[kSecond], at, left, second);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const u32 after = stepped(by, weights[k], first[k], second[k]);
+      if (kWidth == 4) p[k] = after;
+      else p[k] = by.weight == kBFloat16 ? rounded_bf16(after) : rounded_f16(after);
+    }
   }
   // In rows without a prediction (kNoRow) nothing is added.
   template <int kWidth>

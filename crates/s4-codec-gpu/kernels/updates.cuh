@@ -4,6 +4,7 @@
 #pragma once
 
 #include "contexts.cuh"
+#include "step.cuh"
 
 namespace s4 {
 
@@ -34,12 +35,6 @@ struct EightSizes {
     }
   }
 };
-
-__device__ __forceinline__ u32 float_width(u32 type) { return type == kFloat32 ? 4 : 2; }
-
-__device__ __forceinline__ bool is_float(u32 type) {
-  return type == kBFloat16 || type == kFloat16 || type == kFloat32;
-}
 
 template <class Chunk>
 __device__ __forceinline__ const Update& update_of(const Chunk& c) {

@@ -52,12 +52,14 @@ pub const PARENT: usize = header("kParent") as usize;
 pub const OFFSETS: usize = header("kOffsets") as usize;
 /// Index of the offsets of columns.
 pub const COLUMNS: usize = header("kColumns") as usize;
-/// For [`Route::Update`], index of the first moment's values.
+/// Index of the first moment's values, for [`Route::Update`] and [`prediction::STEP`].
 pub const FIRST: usize = header("kFirst") as usize;
 /// Index of the second moment's values.
 pub const SECOND: usize = header("kSecond") as usize;
 /// Index of [`Update`]: how both become contexts.
 pub const UPDATE: usize = header("kUpdate") as usize;
+/// Index of [`Step`]: what both make of the parent's values.
+pub const FACTORS: usize = header("kFactors") as usize;
 /// The most tables of a stream.
 pub const MAX_TABLES: usize = header("kMaxTables") as usize;
 /// The most values of a chunk that the fused kernels encode, of 2 and of 4 bytes.
@@ -141,6 +143,8 @@ pub mod prediction {
     pub const OFFSETS: u8 = header("kPredictOffsets") as u8;
     /// These sums, with a share of the magnitudes of input [`PARENT`](super::PARENT).
     pub const BLEND: u8 = header("kPredictBlend") as u8;
+    /// What the optimizer's step makes of input [`PARENT`](super::PARENT).
+    pub const STEP: u8 = header("kPredictStep") as u8;
 }
 
 /// Contexts by the exponent of the input's values, as descriptors name them.
@@ -174,6 +178,24 @@ pub struct Update {
     pub moments: [u8; 2],
     /// For an encoder, a bit mask of planes that have no contexts.
     pub one_table: u8,
+}
+
+/// The constants of an optimizer's step, and the types of weights and moments.
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Step {
+    /// What weights are multiplied by.
+    pub keep: f32,
+    /// What updates are multiplied by.
+    pub rate: f32,
+    /// Added to the roots of second moments.
+    pub epsilon: f32,
+    /// [`float`] of the weights.
+    pub weight: u8,
+    /// Those of the first and second moment.
+    pub moments: [u8; 2],
+    /// 0.
+    pub reserved: u8,
 }
 
 /// What the offsets of rows and columns are added to. Those of the chunk's rows follow, 2 bytes each.
@@ -455,6 +477,7 @@ const _: () = {
     assert!(size_of::<DecodeChunk>() == 384);
     assert!(size_of::<Offsets>() == 32);
     assert!(size_of::<Update>() == 8);
+    assert!(size_of::<Step>() == 16);
     assert!(size_of::<CopySpan>() == 24);
     assert!(size_of::<CopyRows>() == 40);
     assert!(size_of::<CrcSpan>() == 16);

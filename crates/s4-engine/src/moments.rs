@@ -1,11 +1,12 @@
-//! The moments that contexts `update` are derived from: tensors of the same checkpoint, stored first.
+//! The moments that predictor `step` and contexts `update` are derived from: tensors of the same checkpoint, stored first.
 
 use std::ops::Range;
 
 use s4_format::index::chunk_count;
 use s4_format::side::{Side, SideKind};
-use s4_format::{ChunkRecord, DType, Error, Result};
+use s4_format::{ChunkRecord, DType, Error, Plan, PredictorId, Result};
 
+use s4_predict::Step;
 use s4_predict::update::{Update, float_bits};
 
 use crate::planner::{MomentSample, allowed};
@@ -27,7 +28,7 @@ pub struct Moment<'a> {
 /// Bytes that reading a tensor together with its moments may take, as a multiple of the tensor's own.
 const MOST_READ: usize = 4;
 
-/// Whether contexts of a tensor of dtype `weight` may be derived from moments of these dtypes. All
+/// Whether a tensor of dtype `weight` may be predicted from moments of these dtypes. All
 /// must be floats, and together at most four times the bytes of the tensor.
 pub fn may_use_moments(preset: Preset, weight: DType, moments: [DType; 2]) -> bool {
     let dtypes = [weight, moments[0], moments[1]];
@@ -36,12 +37,15 @@ pub fn may_use_moments(preset: Preset, weight: DType, moments: [DType; 2]) -> bo
     allowed(preset).update && floats && bytes <= MOST_READ * weight.value_width()
 }
 
-/// The dtypes of the moments that a tensor's contexts are derived from, by its side data.
+/// The dtypes of the moments that a tensor's predictions or contexts are derived from, by its side data.
 ///
 /// # Errors
 /// `Corrupt` if the side data does not say.
-pub fn moment_dtypes(side: &Side) -> Result<[DType; 2]> {
-    Ok(Update::parse(side.get(SideKind::CONTEXTS))?.moments)
+pub fn moment_dtypes(plan: &Plan, side: &Side) -> Result<[DType; 2]> {
+    match plan.predictor {
+        PredictorId::STEP => Ok(Step::parse(side.get(SideKind::STEP))?.moments),
+        _ => Ok(Update::parse(side.get(SideKind::CONTEXTS))?.moments),
+    }
 }
 
 /// Whole chunks of a moment that cover some of its values, with the checksum of what was stored of each.

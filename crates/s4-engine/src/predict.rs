@@ -4,11 +4,12 @@
 use s4_delta::Residual;
 use s4_format::limits::MAX_INPUTS;
 use s4_format::side::SideKind;
-use s4_format::{ContextsId, Error, LayoutId, Plan, Result};
+use s4_format::{ContextsId, DType, Error, LayoutId, Plan, Result};
 use s4_planes::{Kernels, Width};
 use s4_predict::{ContextModel, Exponents, Known, Predict, Predicted, Tensor, Update, Updates};
 
 use crate::CpuEngine;
+use crate::moments::moment_dtypes;
 use crate::once::{self, PIECE};
 use crate::scratch::{sized, width_of};
 
@@ -32,8 +33,10 @@ pub(crate) struct Prediction<'a> {
     residual: Residual,
     width: Width,
     contexts: &'a dyn ContextModel,
-    /// With contexts `update`: how they are derived from the inputs after the predictor's own.
+    /// With contexts `update`: how they are derived from the moments.
     update: Option<Update>,
+    /// The dtypes of the moments, if the plan's inputs after the first are moments.
+    moments: Option<[DType; 2]>,
 }
 
 impl CpuEngine {
@@ -65,6 +68,10 @@ impl CpuEngine {
             ContextsId::UPDATE => Some(Update::parse(tensor.side.get(SideKind::CONTEXTS))?),
             _ => None,
         };
+        let moments = match plan.moments() {
+            Some(_) => Some(moment_dtypes(plan, tensor.side)?),
+            None => None,
+        };
         Ok(Some(Prediction {
             kernels,
             predictor,
@@ -74,6 +81,7 @@ impl CpuEngine {
             width,
             contexts,
             update,
+            moments,
         }))
     }
 }
@@ -81,8 +89,8 @@ impl CpuEngine {
 impl Prediction<'_> {
     /// Checks that there are as many inputs as the predictor needs, each of `len` bytes.
     fn check(&self, len: usize, inputs: impl ExactSizeIterator<Item = usize>) -> Result<()> {
-        let moments = if self.update.is_some() { 2 } else { 0 };
-        if inputs.len() < self.predictor.inputs().len() + moments || inputs.len() > MAX_INPUTS {
+        let needed = if self.moments.is_some() { 3 } else { self.predictor.inputs().len() };
+        if inputs.len() < needed || inputs.len() > MAX_INPUTS {
             return Err(Error::unsupported("a delta without the values of its parent"));
         }
         for (i, other) in inputs.enumerate() {
@@ -96,12 +104,14 @@ impl Prediction<'_> {
 
     /// Bytes of an input that belong to `len` bytes of whole values.
     fn scaled(&self, input: usize, len: usize) -> usize {
-        match (self.predictor.inputs().get(input), self.update) {
-            (Some(kind), _) => len * kind.scale(),
-            (None, Some(update)) => {
-                len / self.width.bytes() * update.input_width(input, self.tensor.dtype)
+        match (input, self.moments) {
+            (1.., Some(moments)) => {
+                len / self.width.bytes() * moments[(input - 1).min(1)].value_width()
             }
-            (None, None) => len,
+            _ => {
+                let kind = self.predictor.inputs().get(input);
+                len * kind.and_then(|kind| kind.scale()).unwrap_or(1)
+            }
         }
     }
 

@@ -1,4 +1,4 @@
-//! Contexts `update`, forced on values of every kind: they may cost bytes, but never a value.
+//! Predictor `step` and contexts `update`, forced on values of every kind: they may cost bytes, but never a value.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -8,11 +8,12 @@ use common::encode;
 use s4_engine::{
     CpuEngine, DecodeJob, InputValues, PlaneCoding, Scratch, TensorPlan, TensorSpec, TensorView,
 };
+use s4_format::layout::Planes;
 use s4_format::side::SideKind;
-use s4_format::{ChunkRecord, DType, Digest, Error, Plan};
-use s4_planes::Simd;
+use s4_format::{ChunkRecord, DType, Digest, Error, LayoutId, Plan};
 use s4_planes::patterns::{self, Kind};
-use s4_predict::Update;
+use s4_planes::{Simd, StepFactors};
+use s4_predict::{Step, Update};
 
 const ALL: [(DType, Kind); 3] =
     [(DType::Float32, Kind::F32), (DType::BFloat16, Kind::BF16), (DType::Float16, Kind::F16)];
@@ -23,6 +24,14 @@ fn plan(dtype: DType, update: Update, coding: PlaneCoding) -> TensorPlan {
     let planes = vec![coding; dtype.value_width()];
     let mut plan = TensorPlan::new(plan, planes, s4_engine::chunk_log2(dtype));
     plan.side.push(SideKind::CONTEXTS, update.to_bytes()).unwrap();
+    plan
+}
+
+fn step_plan(dtype: DType, step: Step, layout: LayoutId, coding: PlaneCoding) -> TensorPlan {
+    let plan = Plan::step(layout, Digest::of(b"parent"), 3, [4, 5]);
+    let planes = Planes::new(layout, dtype.value_width(), 0).unwrap().sizes().len();
+    let mut plan = TensorPlan::new(plan, vec![coding; planes], s4_engine::chunk_log2(dtype));
+    plan.side.push(SideKind::STEP, step.to_bytes()).unwrap();
     plan
 }
 
@@ -68,13 +77,21 @@ fn every_pattern_of_every_dtype_comes_back_and_every_simd_writes_the_same_bytes(
             let (floor, offset) = [(0, 0), (-3000, 9000), (i16::MIN, 2000)][case % 3];
             let update = Update { floor, offset, moments: [dtypes[1], dtypes[2]] };
             let view = TensorView { dtype: dtypes[0], shape: &[n as u64], data };
-            let plan = plan(dtypes[0], update, CODINGS[case % 2]);
-            let first = encode(&engines[0], &view, &plan, &inputs).unwrap();
-            assert!(first.1.len() <= data.len());
-            for engine in &engines {
-                assert!(encode(engine, &view, &plan, &inputs).unwrap() == first, "{dtypes:?}");
-                for out in decode(engine, &view, &plan, inputs, &first).unwrap() {
-                    assert!(out == data, "{dtypes:?} {number} {engine:?}");
+            let [keep, rate, epsilon] = [[0.9999, 3e-4, 1e-8], [1.0, 1.0, 0.0]][case % 2];
+            let factors = StepFactors { keep, rate, epsilon };
+            let step = Step { factors, moments: update.moments };
+            let layout = [LayoutId::BYTES, LayoutId::FIELDS, LayoutId::TOKEN][case % 3];
+            let coding = CODINGS[case % 2];
+            for plan in
+                [plan(dtypes[0], update, coding), step_plan(dtypes[0], step, layout, coding)]
+            {
+                let first = encode(&engines[0], &view, &plan, &inputs).unwrap();
+                assert!(first.1.len() <= data.len());
+                for engine in &engines {
+                    assert!(encode(engine, &view, &plan, &inputs).unwrap() == first, "{dtypes:?}");
+                    for out in decode(engine, &view, &plan, inputs, &first).unwrap() {
+                        assert!(out == data, "{dtypes:?} {number} {engine:?}");
+                    }
                 }
             }
         }
@@ -178,4 +195,45 @@ fn inputs_that_do_not_fit_are_refused() {
     // A wrong offset is found by the checksum of the values.
     let other = plan_of(Update { offset: 8800, ..update });
     assert!(decode(&engine, &view, &other, [&before, &m, &v], &encoded).is_err());
+}
+
+#[test]
+fn a_step_leaves_next_to_nothing_and_needs_what_it_was_taken_from() {
+    let [now, before, m, v] = step(60_000);
+    let engine = CpuEngine::new(Simd::detect());
+    let view = TensorView { dtype: DType::Float32, shape: &[60_000], data: &now };
+    let factors = StepFactors { keep: 1.0, rate: 1e-4, epsilon: 0.0 };
+    let by = |factors, moments| {
+        let step = Step { factors, moments };
+        step_plan(DType::Float32, step, LayoutId::BYTES, PlaneCoding::RANS8)
+    };
+    let good = by(factors, [DType::Float32; 2]);
+    let encoded = encode(&engine, &view, &good, &[&before, &m, &v]).unwrap();
+    assert!(encoded.1.len() < 60_000 / 4, "{}", encoded.1.len());
+    for out in decode(&engine, &view, &good, [&before, &m, &v], &encoded).unwrap() {
+        assert!(out == now);
+    }
+    let narrow = by(factors, [DType::Float32, DType::BFloat16]);
+    let mut bare = good.clone();
+    bare.side = Default::default();
+    for (plan, inputs) in [
+        (&good, &[&before[..], &m][..]),
+        (&good, &[&before]),
+        (&good, &[&before, &m[4..], &v]),
+        (&good, &[&before, &m, &v[..10_000]]),
+        (&narrow, &[&before, &m, &v]),
+        (&bare, &[&before, &m, &v]),
+    ] {
+        assert!(encode(&engine, &view, plan, inputs).is_err());
+    }
+    let other = by(StepFactors { rate: 2e-4, ..factors }, [DType::Float32; 2]);
+    for (plan, inputs) in [
+        (&good, [&before[..], &m[4..], &v]),
+        (&narrow, [&before, &m, &v]),
+        (&bare, [&before, &m, &v]),
+        (&good, [&before, &v, &m]),
+        (&other, [&before, &m, &v]),
+    ] {
+        assert!(decode(&engine, &view, plan, inputs, &encoded).is_err());
+    }
 }

@@ -1,8 +1,7 @@
 //! Ids of bitstreams, layouts, predictors and residuals.
 //!
 //! An id names what is on disk, never who wrote it: a CPU, a GPU kernel and a vendor library that
-//! write the same bitstream share one id. Ids are append-only. Ids that only a later version will
-//! implement are present with their names, so that this version can refuse them by name.
+//! write the same bitstream share one id. Ids are append-only.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,8 +12,6 @@ use crate::error::{Error, Result};
 pub enum Support {
     /// Implemented: every reader of this version decodes it.
     Open,
-    /// Named in the format, but not implemented in this version.
-    Reserved,
     /// A vendor's closed bitstream: readable only with the vendor's library, of the recorded major
     /// version.
     Closed,
@@ -49,9 +46,6 @@ macro_rules! ids {
             pub fn require_open(self) -> Result<Self> {
                 match self.support() {
                     Some(Support::Open) => Ok(self),
-                    Some(Support::Reserved) => Err(Error::unsupported(format!(
-                        concat!($what, " `{}` (id {}) is named by the format but not built in this version"),
-                        self, self.0))),
                     Some(Support::Closed) => Err(Error::unsupported(format!(
                         concat!($what, " `{}` (id {}) is a vendor's closed bitstream: reading it needs the vendor's library and a GPU"),
                         self, self.0))),
@@ -134,8 +128,8 @@ ids! {
         RANK1 = 4, "rank1", Open;
         /// Row and column offsets, and a share of the parent's magnitude.
         BLEND = 5, "blend", Open;
-        /// The optimizer's own update.
-        STEP = 6, "step", Reserved;
+        /// The parent's value after the optimizer's step, computed from both moments.
+        STEP = 6, "step", Open;
     }
 }
 
@@ -195,12 +189,9 @@ mod tests {
 
     #[test]
     fn what_is_not_built_is_refused_by_name() {
-        let e = PredictorId::STEP.require_open().unwrap_err().to_string();
-        assert!(e.contains("step") && e.contains("not built"), "{e}");
         let e = CodecId::NVCOMP_ANS.require_open().unwrap_err().to_string();
         assert!(e.contains("nvcomp-ans") && e.contains("closed"), "{e}");
-        let e = PredictorId::STEP.require_open().unwrap_err().to_string();
-        assert!(e.contains("step"), "{e}");
+        assert!(PredictorId(7).require_open().unwrap_err().to_string().contains('7'));
         assert!(ResidualId(9).require_open().unwrap_err().to_string().contains('9'));
         assert!(LayoutId::FIELDS.require_open().is_ok());
     }

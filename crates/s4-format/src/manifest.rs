@@ -304,7 +304,7 @@ impl Manifest {
         }
         if self.depth() > MAX_UPDATES && self.plans.iter().any(|p| p.moments().is_some()) {
             let what =
-                format!("contexts `update` at depth {}, {MAX_UPDATES} allowed", self.depth());
+                format!("values from moments at depth {}, {MAX_UPDATES} allowed", self.depth());
             return Err(Error::limit(what));
         }
         let mut others = self.plans.iter().flat_map(|p| &p.inputs).filter_map(|i| i.manifest);
@@ -419,8 +419,8 @@ mod tests {
     fn what_is_not_built_or_contradictory_is_refused() {
         let unsupported = |e: &Error| matches!(e, Error::Unsupported { .. });
         assert!(unsupported(&refused(|m| m.format.minor = 77)));
-        let e = refused(|m| m.plans[0].predictor = PredictorId::STEP);
-        assert!(unsupported(&e) && e.to_string().contains("step"), "{e}");
+        let e = refused(|m| m.plans[0].predictor = PredictorId(7));
+        assert!(unsupported(&e) && e.to_string().contains("predictor id 7"), "{e}");
         let e = refused(|m| {
             m.closed_codecs = vec![ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major: 6 }];
         });

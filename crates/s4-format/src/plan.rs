@@ -109,10 +109,23 @@ impl Plan {
     /// the checkpoint whose manifest has the hash `manifest`, with contexts from its moments.
     /// `moments` are the indices of the first and second moment in the same checkpoint.
     pub fn update(manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
-        let mut plan = Self::delta(LayoutId::BYTES, manifest, tensor);
+        let plan = Self::with_moments(LayoutId::BYTES, manifest, tensor, moments);
+        Self { residual: ResidualId::DESCENT, contexts: ContextsId::UPDATE, ..plan }
+    }
+
+    /// The plan of a tensor that is predicted by taking the optimizer's step from the tensor at index `tensor` of the
+    /// checkpoint whose manifest has the hash `manifest`. `moments` are the indices of the first and second moment in
+    /// the same checkpoint.
+    pub fn step(layout: LayoutId, manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
+        let plan = Self::with_moments(layout, manifest, tensor, moments);
+        Self { predictor: PredictorId::STEP, residual: ResidualId::SUB, ..plan }
+    }
+
+    fn with_moments(layout: LayoutId, manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
+        let mut plan = Self::delta(layout, manifest, tensor);
         let input = |tensor| Input { manifest: None, tensor, region: None };
         plan.inputs.extend(moments.map(input));
-        Self { residual: ResidualId::DESCENT, contexts: ContextsId::UPDATE, ..plan }
+        plan
     }
 
     /// The index of the tensor of the same checkpoint that the plan predicts from, if there is one.
@@ -121,13 +134,18 @@ impl Plan {
         Some(input.tensor)
     }
 
-    /// The indices of the tensors of the same checkpoint that contexts `update` are computed from:
+    /// The indices of the tensors of the same checkpoint that predictor `step` or contexts `update` are computed from:
     /// the first moment, and the second.
     pub fn moments(&self) -> Option<[u32; 2]> {
-        match (self.contexts, &*self.inputs) {
-            (ContextsId::UPDATE, [_, first, second]) => Some([first.tensor, second.tensor]),
+        match &*self.inputs {
+            [_, first, second] if self.has_moments() => Some([first.tensor, second.tensor]),
             _ => None,
         }
+    }
+
+    /// Whether its inputs after the parent are moments.
+    fn has_moments(&self) -> bool {
+        self.predictor == PredictorId::STEP || self.contexts == ContextsId::UPDATE
     }
 
     /// The indices of all tensors of the same checkpoint that are needed to read a tensor with this
@@ -143,7 +161,7 @@ impl Plan {
 
     /// Whether values are predicted from the parent's.
     pub fn is_delta(&self) -> bool {
-        matches!(self.predictor, PredictorId::PARENT | PredictorId::BLEND)
+        matches!(self.predictor, PredictorId::PARENT | PredictorId::BLEND | PredictorId::STEP)
     }
 
     /// The parent's manifest and the index of the tensor in it, if the plan predicts from the
@@ -169,6 +187,10 @@ impl Plan {
             PredictorId::BLEND => {
                 let inputs = matches!(self.inputs.as_slice(), [other!()]);
                 inputs && self.residual == ResidualId::MAGNITUDE
+            }
+            PredictorId::STEP => {
+                let inputs = matches!(self.inputs.as_slice(), [other!(), own!(), own!()]);
+                inputs && self.residual == ResidualId::SUB && self.contexts.is_none()
             }
             PredictorId::PARENT => match self.residual {
                 ResidualId::XOR | ResidualId::SUB => {
@@ -282,8 +304,8 @@ mod tests {
     fn plans_are_refused_by_name() {
         let mut p = Plan::direct(LayoutId::FIELDS);
         assert!(p.require_open().is_ok());
-        p.predictor = PredictorId::STEP;
-        assert!(p.require_open().unwrap_err().to_string().contains("step"));
+        p.predictor = PredictorId(7);
+        assert!(p.require_open().unwrap_err().to_string().contains("predictor id 7"));
         p = Plan::direct(LayoutId::TOKEN);
         assert!(matches!(p.require_open(), Err(Error::Corrupt { .. })));
     }
@@ -342,6 +364,33 @@ mod tests {
             change(&mut plan);
             assert!(matches!(plan.require_open(), Err(Error::Corrupt { .. })), "{i}: {plan:?}");
             assert!(plan.moments().is_none() || plan.inputs.len() == 3, "{i}");
+        }
+    }
+
+    #[test]
+    fn steps_have_a_parent_and_two_moments() {
+        let step = || Plan::step(LayoutId::BYTES, Digest::of(b"parent"), 7, [3, 4]);
+        assert!(step().require_open().is_ok() && step().is_delta());
+        assert_eq!(step().parent(), Some((Digest::of(b"parent"), 7)));
+        assert_eq!((step().moments(), step().own_input()), (Some([3, 4]), None));
+        for layout in [LayoutId::FIELDS, LayoutId::FIELDS_SIGN, LayoutId::WHOLE, LayoutId::TOKEN] {
+            assert!(Plan { layout, ..step() }.require_open().is_ok());
+        }
+        let refused: [fn(&mut Plan); 9] = [
+            |p| p.inputs.truncate(2),
+            |p| p.inputs.push(p.inputs[1].clone()),
+            |p| p.inputs.swap(0, 1),
+            |p| p.inputs[2].manifest = p.inputs[0].manifest,
+            |p| p.inputs[1].region = Some(vec![[0, 1]]),
+            |p| p.residual = ResidualId::XOR,
+            |p| p.residual = ResidualId::DESCENT,
+            |p| p.contexts = ContextsId::EXPONENT,
+            |p| p.predictor = PredictorId::BLEND,
+        ];
+        for (i, change) in refused.into_iter().enumerate() {
+            let mut plan = step();
+            change(&mut plan);
+            assert!(matches!(plan.require_open(), Err(Error::Corrupt { .. })), "{i}: {plan:?}");
         }
     }
 }

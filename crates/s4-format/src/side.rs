@@ -29,9 +29,11 @@ impl SideKind {
     pub const CONTEXTS: Self = Self(7);
     /// [`SideKind::OFFSETS`] packed into few bits. Only on disk: readers turn it into that kind.
     pub const PACKED_OFFSETS: Self = Self(8);
+    /// Parameters of predictor `step`.
+    pub const STEP: Self = Self(9);
 
     /// The kinds that this version reads.
-    const OPEN: [Self; 3] = [Self::TABLES, Self::OFFSETS, Self::CONTEXTS];
+    const OPEN: [Self; 4] = [Self::TABLES, Self::OFFSETS, Self::CONTEXTS, Self::STEP];
 }
 
 /// The side data of one tensor.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use s4_format::{Result, crc32c_append};
 
 use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
-use crate::{FloatBits, Simd, Width, lanewise, token, token_bound};
+use crate::{FloatBits, Simd, StepFactors, Width, lanewise, step, token, token_bound};
 
 #[cfg(target_arch = "aarch64")]
 use crate::neon;
@@ -479,6 +479,52 @@ impl Kernels {
             assert_eq!(check_elements(bits.width(), values.len()), out.len(), "classes");
         }
         lanewise::update_classes(self, values, floor, offset, out);
+    }
+
+    /// Writes what weights become by the step of an optimizer: `values` are the weights, the first and the second
+    /// moments. In fp32, in this order, each operation rounded to the nearest, ties to even, and each operand and
+    /// result below 2^-125 in size replaced by +0:
+    ///
+    /// ```text
+    /// x = weight * keep - first / (sqrt(second) + epsilon) * rate
+    /// ```
+    ///
+    /// If `x` is not finite, it is the weight. The result is `x` in the format of the weight: for bf16 rounded as by
+    /// [`Kernels::to_bf16`], for fp16 as by [`Kernels::to_fp16`].
+    ///
+    /// # Panics
+    /// If the numbers of elements of `values` and `out` differ.
+    pub fn optimizer_step(
+        self,
+        factors: StepFactors,
+        values: [(FloatBits, &[u8]); 3],
+        out: &mut [u8],
+    ) {
+        let elements = check_elements(values[0].0.width(), out.len());
+        for (bits, values) in values {
+            assert_eq!(check_elements(bits.width(), values.len()), elements, "weights");
+        }
+        step::stepped(self, factors, values, out);
+    }
+
+    /// Writes the quotients `first / (sqrt(second) + epsilon)` that [`Kernels::optimizer_step`] computes.
+    ///
+    /// # Panics
+    /// If the numbers of elements of `values` and `out` differ.
+    pub fn update_quotients(self, epsilon: f32, values: [(FloatBits, &[u8]); 2], out: &mut [f32]) {
+        for (bits, values) in values {
+            assert_eq!(check_elements(bits.width(), values.len()), out.len(), "quotients");
+        }
+        step::quotients(self, epsilon, values, out);
+    }
+
+    /// Writes floats as fp32, which is exact.
+    ///
+    /// # Panics
+    /// If the numbers of elements of `values` and `out` differ.
+    pub fn to_floats(self, bits: FloatBits, values: &[u8], out: &mut [f32]) {
+        assert_eq!(check_elements(bits.width(), values.len()), out.len(), "floats");
+        step::floats(self, bits, values, out);
     }
 
     /// Rounds fp32 to bf16: to the nearest, ties to even. NaNs get no special treatment: they may

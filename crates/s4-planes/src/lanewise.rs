@@ -213,6 +213,7 @@ macro_rules! vectorized {
         }
     };
 }
+pub(crate) use vectorized;
 
 vectorized! {
     /// `buf ^= other`.
@@ -379,7 +380,7 @@ fn float_sizes_of(bits: FloatBits, values: &[u8], out: &mut [u16]) {
 
 /// The fp16 nearest to an fp32, ties to even; infinity for a NaN.
 #[inline(always)]
-fn fp16(x: u32) -> u16 {
+pub(crate) fn fp16(x: u32) -> u16 {
     let (sign, size) = ((x >> 16 & 0x8000) as u16, x & 0x7fff_ffff);
     let normal = size.wrapping_sub(0x3800_0000).wrapping_add(0xfff + (size >> 13 & 1)) >> 13;
     // Below 2^-14 the unit in the last place stays the same; a shift by 25 bits leaves nothing.

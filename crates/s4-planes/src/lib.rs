@@ -30,6 +30,7 @@ mod neon;
 pub mod patterns;
 mod scalar;
 mod simd;
+mod step;
 mod token;
 mod width;
 #[cfg(target_arch = "x86_64")]
@@ -37,5 +38,6 @@ mod x86;
 
 pub use kernels::Kernels;
 pub use simd::Simd;
+pub use step::StepFactors;
 pub use token::{token_bits, token_bound};
 pub use width::{FloatBits, Width};

@@ -4,13 +4,15 @@
 //! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from
 //!   side data. [`Parent`] expects the values of the parent checkpoint, [`Rank1`] the sum of a
 //!   row's and a column's offset, [`Blend`] that and a share of the parent's values, [`Cast`] the
-//!   rounded values of a wider tensor, [`Same`] the values of another tensor.
+//!   rounded values of a wider tensor, [`Same`] the values of another tensor, [`Steps`] what an optimizer makes of the
+//!   parent's values.
 //! - [`Predictors`]: the predictors that an engine uses, by the id that plans name.
 //! - [`ContextModel`]: picks a table for each symbol of a plane from what a decoder knows before it
 //!   decodes the plane: [`Exponents`] from the exponents of an input, [`Updates`] also from the
 //!   moments.
 //!
-//! Everything here is exact integer arithmetic that a decoder repeats. What a decoder needs and
+//! A decoder repeats everything here exactly: integer arithmetic, and for [`Steps`] floating-point arithmetic that gives
+//! the same bits everywhere. What a decoder needs and
 //! cannot derive is stored as side data; nothing that was fitted is ever computed again.
 //!
 //! What is deliberately absent: I/O (inputs are slices); how the difference from a prediction is
@@ -26,6 +28,7 @@ mod parent;
 mod predict;
 pub mod rank1;
 mod same;
+pub mod step;
 pub mod update;
 
 pub use blend::Blend;
@@ -36,9 +39,10 @@ pub use parent::Parent;
 pub use predict::{InputKind, Predict, Predicted, Predictors, Tensor};
 pub use rank1::Rank1;
 pub use same::Same;
+pub use step::{Step, Steps};
 pub use update::{Update, Updates};
 
 /// Every predictor of this crate. This is the one list of them.
 pub fn predictors() -> Predictors {
-    Predictors::none().with(Parent).with(Rank1).with(Blend).with(Cast).with(Same)
+    Predictors::none().with(Parent).with(Rank1).with(Blend).with(Cast).with(Same).with(Steps)
 }

@@ -28,14 +28,17 @@ pub enum InputKind {
     Equal,
     /// Another tensor of the same checkpoint, with 4-byte values for a tensor of 2-byte values.
     Wider,
+    /// A moment of the tensor, in the same checkpoint. The tensor's side data names its dtype.
+    Moment,
 }
 
 impl InputKind {
-    /// Bytes of the input for each byte of the tensor.
-    pub fn scale(self) -> usize {
+    /// Bytes of the input for each byte of the tensor; `None` if its dtype tells.
+    pub fn scale(self) -> Option<usize> {
         match self {
-            Self::Parent | Self::Equal => 1,
-            Self::Wider => 2,
+            Self::Parent | Self::Equal => Some(1),
+            Self::Wider => Some(2),
+            Self::Moment => None,
         }
     }
 }
@@ -62,7 +65,7 @@ pub trait Predict: Debug + Send + Sync {
 
     /// Predicts the values of `tensor` from index `first` on, as many as `out` has room for (its
     /// bytes are a multiple of a value's width). `inputs` holds the same values of each input,
-    /// [`InputKind::scale`] times as long as `out`. A prediction that equals an input is not
+    /// [`InputKind::scale`] times as long as `out`, or of its dtype. A prediction that equals an input is not
     /// copied: the input's index is returned instead.
     ///
     /// # Errors

@@ -78,15 +78,6 @@ impl Update {
         out
     }
 
-    /// Bytes of a value of an input: input 0 is the parent, of `dtype`, and the others are the
-    /// moments.
-    pub fn input_width(&self, input: usize, dtype: DType) -> usize {
-        match input {
-            0 => dtype.value_width(),
-            i => self.moments[(i - 1).min(1)].value_width(),
-        }
-    }
-
     /// Writes the class of each of the parent's values, which are of `dtype`, from the moments.
     ///
     /// # Errors
@@ -160,9 +151,6 @@ mod tests {
         ] {
             let update = Update { floor: -300, offset: 12345, moments: [first, second] };
             assert_eq!(Update::parse(&update.to_bytes()), Ok(update));
-            assert_eq!(update.input_width(0, DType::BFloat16), 2);
-            assert_eq!(update.input_width(1, DType::BFloat16), first.value_width());
-            assert_eq!(update.input_width(2, DType::BFloat16), second.value_width());
         }
         let good = [0xd4, 0xfe, 0x39, 0x30, 3, 1, 0, 0];
         assert!(Update::parse(&good).is_ok());

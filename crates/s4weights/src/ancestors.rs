@@ -138,7 +138,8 @@ impl Reader {
     /// no other tensors themselves.
     fn moments(&self, tensor: usize, numbers: [u32; 2], side: &Side) -> Result<[usize; 2]> {
         let values = self.tensors[tensor].values().at(&self.name)?;
-        let dtypes = moment_dtypes(side).map_err(|e| e.in_tensor(self.label(tensor)));
+        let dtypes =
+            moment_dtypes(self.plan(tensor), side).map_err(|e| e.in_tensor(self.label(tensor)));
         let dtypes = dtypes.at(&self.name)?;
         for (number, dtype) in numbers.into_iter().zip(dtypes) {
             let moment = self.tensors[..self.named()].get(number as usize);

@@ -1,4 +1,5 @@
-//! Weights whose residuals are coded with the moments of their optimizer (contexts `update`).
+//! Weights that are predicted from the moments of their optimizer (predictor `step`), or whose residuals are coded with
+//! them (contexts `update`).
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -45,10 +46,25 @@ fn second(step: u64, i: u64) -> f32 {
     old * (1.0 + 0.02 * step as f32 * bell(i ^ (step << 44)))
 }
 
-/// A weight and its moments, of these dtypes, after some steps of AdamW.
-fn state([weight, m, v]: [DType; 3], steps: u64) -> Vec<Owned> {
+/// What the moments tell of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Told {
+    /// Size and sign.
+    Roughly,
+    /// Everything.
+    Exactly,
+}
+
+use Told::{Exactly, Roughly};
+
+/// A weight and its moments, of these dtypes, after some steps like those of AdamW.
+fn state([weight, m, v]: [DType; 3], steps: u64, told: Told) -> Vec<Owned> {
     let value = |i: u64| {
-        let update = |step: u64| 3e-4 * first(step, i) / second(step, i).sqrt();
+        let more = |step: u64| match told {
+            Roughly => (0.7 * bell(i ^ (step << 48))).exp(),
+            Exactly => 1.0,
+        };
+        let update = |step: u64| more(step) * 3e-4 * first(step, i) / second(step, i).sqrt();
         0.05 * bell(i) - (1..=steps).map(update).sum::<f32>()
     };
     let tensor = |name: &str, dtype, of: &dyn Fn(u64) -> f32| {
@@ -97,8 +113,10 @@ fn plan(reader: &Reader, name: &str) -> String {
     tensors.into_iter().find(|t| t.name == name).unwrap().plan
 }
 
-fn has_update_contexts(reader: &Reader) -> bool {
-    plan(reader, "w").starts_with("parent descent bytes")
+/// Whether a weight's plan uses its moments.
+fn is_told(reader: &Reader, name: &str, told: Told) -> bool {
+    let plan = plan(reader, name);
+    plan.starts_with(if told == Exactly { "step sub" } else { "parent descent bytes" })
 }
 
 /// Reads every tensor separately, all together, and a part, and verifies the file.
@@ -127,6 +145,10 @@ fn check(reader: &Reader, tensors: &[Owned]) {
 
 #[test]
 fn a_step_is_told_by_moments_of_any_dtypes_that_are_worth_reading() {
+    [Roughly, Exactly].into_iter().for_each(any_dtypes);
+}
+
+fn any_dtypes(how: Told) {
     for (dtypes, told) in [
         ([F32, F32, F32], true),
         ([F32, BF16, BF16], true),
@@ -138,14 +160,14 @@ fn a_step_is_told_by_moments_of_any_dtypes_that_are_worth_reading() {
         ([BF16, F32, F32], false),
         ([F16, F32, F32], false),
     ] {
-        let (before, after) = (state(dtypes, 0), state(dtypes, 1));
+        let (before, after) = (state(dtypes, 0, how), state(dtypes, 1, how));
         let base = open(save(&before, all_roles(), options(None)), None);
         let file = save(&after, all_roles(), options(Some(&base)));
         let reader = open(file.clone(), Some(&base));
-        assert_eq!(has_update_contexts(&reader), told, "{dtypes:?}: {}", plan(&reader, "w"));
+        assert_eq!(is_told(&reader, "w", how), told, "{dtypes:?}: {}", plan(&reader, "w"));
         check(&reader, &after);
         let without_moments = save(&after, Roles::default(), options(Some(&base)));
-        assert!(!has_update_contexts(&open(without_moments.clone(), Some(&base))));
+        assert!(!is_told(&open(without_moments.clone(), Some(&base)), "w", how));
         if told {
             let weight = after[0].data.len() / 20;
             assert!(file.len() + weight < without_moments.len(), "{dtypes:?}");
@@ -165,13 +187,17 @@ fn a_step_is_told_by_moments_of_any_dtypes_that_are_worth_reading() {
 
 #[test]
 fn a_chain_is_read_from_its_base_and_applied_step_by_step() {
+    [Roughly, Exactly].into_iter().for_each(chain);
+}
+
+fn chain(how: Told) {
     let dtypes = [BF16, BF16, BF16];
-    let states: Vec<_> = (0..5).map(|step| state(dtypes, step)).collect();
+    let states: Vec<_> = (0..5).map(|step| state(dtypes, step, how)).collect();
     let mut chain = vec![open(save(&states[0], all_roles(), options(None)), None)];
     for state in &states[1..] {
         let parent = chain.last().cloned();
         let reader = open(save(state, all_roles(), options(parent.as_ref())), parent.as_ref());
-        assert!(has_update_contexts(&reader), "{}", plan(&reader, "w"));
+        assert!(is_told(&reader, "w", how), "{}", plan(&reader, "w"));
         check(&reader, state);
         chain.push(reader);
     }
@@ -194,16 +220,20 @@ fn a_chain_is_read_from_its_base_and_applied_step_by_step() {
 
 #[test]
 fn chains_as_long_as_readers_allow_are_not_told_beyond() {
+    [Roughly, Exactly].into_iter().for_each(long_chain);
+}
+
+fn long_chain(how: Told) {
     let dtypes = [F32, BF16, BF16];
-    let mut parent = open(save(&state(dtypes, 0), all_roles(), options(None)), None);
+    let mut parent = open(save(&state(dtypes, 0, how), all_roles(), options(None)), None);
     for depth in 2..=MAX_UPDATES + 2 {
         // Every other step goes back, so both the size and the sign of the change are predictable.
-        let mut state = state(dtypes, 1);
-        state[0] = self::state(dtypes, u64::from((depth + 1) % 2)).remove(0);
+        let mut state = state(dtypes, 1, how);
+        state[0] = self::state(dtypes, u64::from((depth + 1) % 2), how).remove(0);
         let options = WriteOptions { max_chain: Some(64), ..options(Some(&parent)) };
         let reader = open(save(&state, all_roles(), options), Some(&parent));
         assert_eq!(
-            has_update_contexts(&reader),
+            is_told(&reader, "w", how),
             depth <= MAX_UPDATES,
             "{depth}: {}",
             plan(&reader, "w")
@@ -217,8 +247,12 @@ fn chains_as_long_as_readers_allow_are_not_told_beyond() {
 
 #[test]
 fn wrong_and_missing_roles_cost_size_alone() {
+    [Roughly, Exactly].into_iter().for_each(wrong_roles);
+}
+
+fn wrong_roles(how: Told) {
     let dtypes = [F32, F32, F32];
-    let (before, after) = (state(dtypes, 0), state(dtypes, 1));
+    let (before, after) = (state(dtypes, 0, how), state(dtypes, 1, how));
     for before_roles in [all_roles(), roles(&[(0, ExpAvg), (1, Weight), (2, ExpAvgSq)])] {
         let base = open(save(&before, before_roles, options(None)), None);
         for wrong in [
@@ -242,8 +276,12 @@ fn wrong_and_missing_roles_cost_size_alone() {
 
 #[test]
 fn moments_of_other_sizes_or_stored_elsewhere_tell_nothing() {
+    [Roughly, Exactly].into_iter().for_each(other_moments);
+}
+
+fn other_moments(how: Told) {
     let dtypes = [F32, F32, F32];
-    let (before, mut after) = (state(dtypes, 0), state(dtypes, 1));
+    let (before, mut after) = (state(dtypes, 0, how), state(dtypes, 1, how));
     let base = open(save(&before, all_roles(), options(None)), None);
     // Moments in a separate call.
     let memory = Memory::default();
@@ -255,20 +293,24 @@ fn moments_of_other_sizes_or_stored_elsewhere_tell_nothing() {
     writer.finish(Contents::default()).unwrap();
     let file = std::mem::take(&mut *memory.0.lock().unwrap());
     let reader = open(file, Some(&base));
-    assert!(!has_update_contexts(&reader));
+    assert!(!is_told(&reader, "w", how));
     check(&reader, &after);
     // A moment with one row less.
     after[2].data.truncate((4 * (ROWS - 1) * COLS) as usize);
     after[2].shape[0] -= 1;
     let reader = open(save(&after, all_roles(), options(Some(&base))), Some(&base));
-    assert!(!has_update_contexts(&reader));
+    assert!(!is_told(&reader, "w", how));
     check(&reader, &after);
 }
 
 #[test]
 fn rounded_copies_of_weights_that_moments_tell_are_read_in_their_order() {
+    [Roughly, Exactly].into_iter().for_each(rounded_copies);
+}
+
+fn rounded_copies(how: Told) {
     let states = [0, 1, 2].map(|step| {
-        let mut all = state([F32, F32, F32], step);
+        let mut all = state([F32, F32, F32], step, how);
         let values = all[0].data.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x));
         let model = Owned::new("model.w", BF16, &[ROWS, COLS], bytes(BF16, values));
         all.insert(0, model);
@@ -279,7 +321,7 @@ fn rounded_copies_of_weights_that_moments_tell_are_read_in_their_order() {
     let first = open(save(&states[1], roles(), options(Some(&base))), Some(&base));
     let second = open(save(&states[2], roles(), options(Some(&first))), Some(&first));
     for (reader, state) in [(&first, &states[1]), (&second, &states[2])] {
-        assert!(has_update_contexts(reader) && plan(reader, "model.w").starts_with("cast"));
+        assert!(is_told(reader, "w", how) && plan(reader, "model.w").starts_with("cast"));
         check(reader, state);
     }
     let mut values = states[0].clone();
@@ -339,10 +381,14 @@ fn refusal(file: Vec<u8>, parent: &Arc<Reader>) -> FormatError {
 
 #[test]
 fn moments_that_are_none_are_refused() {
+    [Roughly, Exactly].into_iter().for_each(no_moments);
+}
+
+fn no_moments(how: Told) {
     let dtypes = [F32, BF16, F32];
     let two = |step| {
-        let mut all = state(dtypes, step);
-        let more = state(dtypes, step);
+        let mut all = state(dtypes, step, how);
+        let more = state(dtypes, step, how);
         // Other rows, so that no tensor is a copy of another one.
         all.extend(more.into_iter().map(|mut t| {
             t.data.rotate_left(t.dtype.value_width() * (20 * COLS) as usize);
@@ -362,7 +408,7 @@ fn moments_that_are_none_are_refused() {
     let base = open(save(&two(0), roles.clone(), options(None)), None);
     let file = save(&two(1), roles.clone(), options(Some(&base)));
     let reader = open(file.clone(), Some(&base));
-    assert!(has_update_contexts(&reader) && plan(&reader, "w2").starts_with("parent descent"));
+    assert!(is_told(&reader, "w", how) && is_told(&reader, "w2", how));
     let inputs = |a: u32, b: u32| format!(r#"{{"tensor":{a}}},{{"tensor":{b}}}"#);
     let with = |a, b| with_manifest(&file, |m| m.replace(&inputs(1, 2), &inputs(a, b)));
     let refused = |file| refusal(file, &base);
@@ -392,14 +438,16 @@ fn moments_that_are_none_are_refused() {
 
 #[test]
 fn moments_whose_ancestors_need_other_tensors_are_refused() {
+    [Roughly, Exactly].into_iter().for_each(branching);
+}
+
+fn branching(how: Told) {
     let dtypes = [BF16, BF16, BF16];
-    let base = open(save(&state(dtypes, 0), all_roles(), options(None)), None);
-    let first = save(&state(dtypes, 1), all_roles(), options(Some(&base)));
+    let base = open(save(&state(dtypes, 0, how), all_roles(), options(None)), None);
+    let first = save(&state(dtypes, 1, how), all_roles(), options(Some(&base)));
     let first = open(first, Some(&base));
-    let second = save(&state(dtypes, 2), all_roles(), options(Some(&first)));
-    assert!(
-        has_update_contexts(&first) && has_update_contexts(&open(second.clone(), Some(&first)))
-    );
+    let second = save(&state(dtypes, 2, how), all_roles(), options(Some(&first)));
+    assert!(is_told(&first, "w", how) && is_told(&open(second.clone(), Some(&first)), "w", how));
     // The second moment as a delta of the parent's weight, which is coded with moments itself.
     let above = |number: u32| format!(r#"[{{"manifest":"{}","tensor":{number}}}]"#, first.digest());
     let branching = with_manifest(&second, |m| m.replace(&above(2), &above(0)));

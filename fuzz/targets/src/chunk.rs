@@ -10,7 +10,7 @@ use s4_format::{
     crc32c,
 };
 use s4_planes::Simd;
-use s4_predict::Update;
+use s4_predict::{Step, Update};
 
 use crate::input::{Input, expand, sets};
 use crate::memory::bounded;
@@ -53,7 +53,7 @@ pub(crate) struct Sample {
     pub(crate) frame: Vec<u8>,
     /// The parent's values, as many as the chunk has.
     pub(crate) parent: Vec<u8>,
-    /// With contexts `update`: the moments' values.
+    /// With predictor `step` or contexts `update`: the moments' values.
     moments: Vec<Vec<u8>>,
     shape: Vec<u64>,
     chunk: u64,
@@ -80,11 +80,18 @@ impl Sample {
             shape.splice(0..0, [3, u64::from(input.u8())]);
         }
         let mut moments = vec![];
-        let contexts = side.get(SideKind::CONTEXTS);
-        if !contexts.is_empty() && plan.is_delta() && plan.layout == LayoutId::BYTES {
+        let (contexts, step) = (side.get(SideKind::CONTEXTS), side.get(SideKind::STEP));
+        let mut dtypes = None;
+        if !step.is_empty() && plan.is_delta() {
+            plan = Plan::step(plan.layout, Digest([0; 32]), 0, [1, 2]);
+            dtypes = Some(Step::parse(step).map(|s| s.moments));
+        } else if !contexts.is_empty() && plan.is_delta() && plan.layout == LayoutId::BYTES {
             plan = Plan::update(Digest([0; 32]), 0, [1, 2]);
+            dtypes = Some(Update::parse(contexts).map(|u| u.moments));
+        }
+        if let Some(dtypes) = dtypes {
             // Moments of various sizes, mostly of the right ones.
-            let widths = Update::parse(contexts).map(|u| u.moments.map(|d| d.value_width()));
+            let widths = dtypes.map(|both| both.map(|d| d.value_width()));
             moments = widths.unwrap_or([2, 4]).map(|w| expand(input.take(24), n * w)).into();
             if flags & 12 == 12 {
                 moments.pop();
@@ -157,7 +164,7 @@ fn plan(input: &mut Input<'_>) -> Option<Plan> {
     plan.require_open().is_ok().then_some(plan)
 }
 
-/// Side data: nothing, tables, offsets of `rank1`, contexts `update`, or several of these, with
+/// Side data: nothing, tables, offsets of `rank1`, contexts `update`, constants of `step`, or several of these, with
 /// arbitrary bytes.
 fn side(input: &mut Input<'_>, width: usize, n: usize) -> Side {
     let mut side = Side::default();
@@ -184,6 +191,12 @@ fn side(input: &mut Input<'_>, width: usize, n: usize) -> Side {
         let end = if kinds & 32 == 32 { dtypes[2] } else { 0 };
         let bytes = [&numbers[..], &dtypes[..2], &[0, end]].concat();
         let _ = side.push(SideKind::CONTEXTS, bytes);
+    }
+    if kinds & 64 == 64 {
+        let numbers: [u8; 12] = input.array();
+        let dtypes = [(); 2].map(|()| input.u8() % 5);
+        let bytes = [&numbers[..], &dtypes, &[0, 0]].concat();
+        let _ = side.push(SideKind::STEP, bytes);
     }
     side
 }

@@ -43,7 +43,7 @@ struct EncodeItem {
   uint32_t n, flags, skew;
   uint8_t contexts, prediction, sparse, class_top, class_shift, reserved[3];
   uint32_t input_len, more_len, columns_len;  // bytes of the inputs
-  // then: tables, values, the inputs; with kind 11, `Update`
+  // then: tables, values, the inputs; with kind 11, `Update`; with prediction kPredictStep, `Step`
 };
 static_assert(sizeof(EncodeItem) == 52, "");
 
@@ -52,10 +52,12 @@ template <class Chunk, class Item>
 static void add_inputs(Input& in, Memory& pool, const Item& item, Chunk& c) {
   if (item.input_len > 0) c.inputs[s4::kParent] = pool.add(in.bytes(item.input_len), item.skew * 3 % 16);
   // Moments may have any alignment.
-  const uint32_t skew = item.kind == 11 ? item.skew % 16 : 0;
+  const bool step = item.kind == 10 && item.prediction == s4::kPredictStep;
+  const uint32_t skew = item.kind == 11 || step ? item.skew % 16 : 0;
   if (item.more_len > 0) c.inputs[s4::kOffsets] = pool.add(in.bytes(item.more_len), skew);
   if (item.columns_len > 0) c.inputs[s4::kColumns] = pool.add(in.bytes(item.columns_len), skew * 5 % 16);
   if (item.kind == 11) c.inputs[s4::kUpdate] = pool.add(in.bytes(sizeof(s4::Update)));
+  if (step) c.inputs[s4::kFactors] = pool.add(in.bytes(sizeof(s4::Step)));
   c.contexts = item.contexts;
   c.prediction = item.prediction;
   c.class_top = item.class_top;

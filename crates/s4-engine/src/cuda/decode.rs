@@ -273,7 +273,8 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         else {
             return Ok(false);
         };
-        if route == abi::Route::Update && job.moments.is_none() {
+        let by_moments = chunk.plain == 0 && job.spec.plan.moments().is_some();
+        if by_moments && job.moments.is_none() {
             return Ok(false);
         }
         let mut set = None;

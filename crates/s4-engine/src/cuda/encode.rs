@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use rayon::ThreadPool;
-use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, Route, status};
+use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
 use s4_format::{CodecId, StreamEntry};
@@ -116,6 +116,7 @@ impl<'a> EncodeQueue<'a> {
             route: encode_route(plan, bytes / width as u64, t.dtype),
             scale: scale(&plan.plan),
             own_input: plan_has_own_input(plan),
+            by_moments: plan.plan.moments().is_some(),
             ..Member::default()
         })
     }
@@ -169,7 +170,7 @@ impl<'a> EncodeQueue<'a> {
                 (member.route, set, rows) = (None, None, None);
             }
             let (mut more, mut sets) = self.room(&mut member, extra_len as u64, inputs);
-            let moments = member.route == Some(Route::Update);
+            let moments = member.has_moments();
             let fits = more.frames.max(more.parents) <= sizes.frames
                 && more.scratch <= sizes.scratch
                 && used.meta + more.meta <= sizes.meta;
@@ -252,7 +253,7 @@ impl<'a> EncodeQueue<'a> {
                 room.meta += u64::from(sets) * parent::PER_FRAME + new * parent::PER_TENSOR;
             }
         }
-        if route == Route::Update {
+        if member.has_moments() {
             let copies = inputs
                 .moments(member.tensor)
                 .and_then(|moments| self.room_of_moments(member, moments, &mut room));
@@ -649,7 +650,7 @@ fn has_changed(session: &Session<'_>, group: &Group<'_>, member: &Member) -> boo
         let sum = unsafe { pinned.slice(found + 4 * i, 4) };
         u32::from_le_bytes(sum.try_into().unwrap_or_default()) == group.checks[i].crc
     });
-    let unknown = member.route == Some(Route::Update) && member.moments.contains(&0);
+    let unknown = member.has_moments() && member.moments.contains(&0);
     !stored || unknown
 }
 

@@ -93,7 +93,7 @@ impl Frames {
 
 /// Whether the moments of a chunk lie on a device, and have as many values as the chunk.
 fn has_moments(job: &FrameJob<'_>, moments: [DeviceMemory; 2], ordinal: u32) -> bool {
-    let Ok(dtypes) = moment_dtypes(job.spec.side) else { return false };
+    let Ok(dtypes) = moment_dtypes(job.spec.plan, job.spec.side) else { return false };
     let values = job.bytes / job.spec.dtype.value_width() as u64;
     moments.iter().zip(dtypes).all(|(m, dtype)| {
         let bytes = values.checked_mul(dtype.value_width() as u64);

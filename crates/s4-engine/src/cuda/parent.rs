@@ -87,7 +87,9 @@ impl<'a> Levels<'a> {
         for (level, (f, &address)) in frames.iter().zip(at).enumerate() {
             let routed = decode_route(&f.spec, &f.record, &f.bytes, to.bytes);
             // Callers give no moments for a parent.
-            let Some((route, mut chunk)) = routed.filter(|r| r.0 != Route::Update) else {
+            let by_moments =
+                |chunk: &DecodeChunk| chunk.plain == 0 && f.spec.plan.moments().is_some();
+            let Some((route, mut chunk)) = routed.filter(|r| !by_moments(&r.1)) else {
                 return false;
             };
             let Some((set, rows)) = self.extras_of(f, &chunk, to.chunk) else { return false };

@@ -243,7 +243,7 @@ fn in_items(rows: Vec<Rows>, (bytes, descriptors): (u64, u64)) -> Vec<Vec<Rows>>
 fn about<'a, E>(given: &Given<'a, E>, tensor: usize) -> TensorFacts<'a> {
     let t = &given.tensors[tensor];
     let bytes = usize::try_from(t.values.bytes()).unwrap_or(usize::MAX);
-    let (role, choice) = (t.role.map(|r| r.row.kind), given.inputs.choice(tensor));
+    let (role, choice) = (t.role, given.inputs.choice(tensor));
     TensorFacts::new(given.preset, (t.dtype, t.shape, bytes), role, choice)
 }
 

@@ -44,6 +44,9 @@ fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
         (P::PARENT, R::SUB) => Some(Prediction::Other(prediction::INPUT)),
         (P::RANK1, R::MAGNITUDE) if !contexts => Some(Prediction::Other(prediction::OFFSETS)),
         (P::BLEND, R::MAGNITUDE) if !contexts => Some(Prediction::Other(prediction::BLEND)),
+        (P::STEP, R::SUB) if !contexts && float(dtype).is_some() => {
+            Some(Prediction::Other(prediction::STEP))
+        }
         (P::SAME, R::XOR) if !contexts => Some(Prediction::Other(prediction::INPUT)),
         (P::CAST, R::XOR) if !contexts => match dtype {
             DType::BFloat16 => Some(Prediction::Other(prediction::BF16)),
@@ -112,7 +115,7 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, dtype: DType) -> Option<Ro
 /// Bytes of input for each byte that a plan predicts; 0 if it has no input.
 pub(super) fn scale(plan: &Plan) -> u64 {
     match plan.predictor {
-        PredictorId::PARENT | PredictorId::BLEND | PredictorId::SAME => 1,
+        PredictorId::PARENT | PredictorId::BLEND | PredictorId::STEP | PredictorId::SAME => 1,
         PredictorId::CAST => 2,
         _ => 0,
     }

@@ -1,17 +1,18 @@
-//! What chunks need in device memory besides their values and frames: tables, the offsets of rows and columns, and how
-//! updates become contexts.
+//! What chunks need in device memory besides their values and frames: tables, the offsets of rows and columns, and what
+//! moments are used for.
 
 use s4_codec_cpu::rans::{Precision, Table, parse_tables};
 use s4_codec_gpu::abi::{self, SharedTable, TableSet};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 use s4_format::side::{Side, SideKind};
-use s4_format::{ContextsId, DType, Error, PredictorId, Result};
+use s4_format::{DType, Error, Plan, PredictorId, Result};
+use s4_planes::StepFactors;
 use s4_predict::rank1::Offsets;
-use s4_predict::{Tensor, Update};
+use s4_predict::{Step, Tensor, Update};
 
 use crate::tables::SharedTables;
-use crate::{TensorPlan, TensorSpec, TensorValues};
+use crate::{TensorPlan, TensorSpec, TensorValues, moment_dtypes};
 
 /// What the chunks of a tensor share.
 #[derive(Default)]
@@ -21,8 +22,29 @@ pub(super) struct TensorSet<'a> {
     counts: [u32; MAX_PLANES],
     /// The offsets of the columns.
     columns: &'a [u8],
-    /// How contexts are derived from moments.
-    update: Option<abi::Update>,
+    /// What the moments are used for, if there are some.
+    moments: Option<ByMoments>,
+}
+
+/// What moments are used for.
+enum ByMoments {
+    /// Contexts.
+    Update(abi::Update),
+    /// Predictions.
+    Step(abi::Step),
+}
+
+impl ByMoments {
+    /// Bytes in device memory.
+    const LEN: usize = ALIGN;
+
+    fn write(&self, to: &mut [u8]) {
+        let bytes = match self {
+            Self::Update(update) => bytemuck::bytes_of(update),
+            Self::Step(step) => bytemuck::bytes_of(step),
+        };
+        to[..bytes.len()].copy_from_slice(bytes);
+    }
 }
 
 /// Where a [`TensorSet`] lies.
@@ -34,8 +56,8 @@ pub(super) struct SetPlace {
     pub(super) len: usize,
     counts: [u32; MAX_PLANES],
     columns: bool,
-    /// Offset of [`abi::Update`] from the start, if there is one.
-    update: Option<usize>,
+    /// Offset from the start of [`abi::Update`] or [`abi::Step`], if there is one.
+    moments: Option<usize>,
 }
 
 /// What only one chunk needs: the offsets of its rows.
@@ -66,7 +88,7 @@ impl<'a> TensorSet<'a> {
         }
         let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
         set.columns = offsets(plan.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
-        set.update = update(plan.plan.contexts, t.dtype, &plan.side, plan.one_table)?;
+        set.moments = by_moments(&plan.plan, t.dtype, &plan.side, plan.one_table)?;
         Ok(set)
     }
 
@@ -88,7 +110,7 @@ impl<'a> TensorSet<'a> {
         }
         let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
         set.columns = offsets(spec.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
-        set.update = update(spec.plan.contexts, spec.dtype, spec.side, 0)?;
+        set.moments = by_moments(spec.plan, spec.dtype, spec.side, 0)?;
         Ok(set)
     }
 
@@ -101,8 +123,8 @@ impl<'a> TensorSet<'a> {
     /// Its place if it starts at `at`.
     pub(super) fn place(&self, at: u64) -> SetPlace {
         let (counts, columns) = (self.counts, !self.columns.is_empty());
-        let update = self.update.map(|_| self.tables_len() + self.columns_len());
-        SetPlace { at, len: self.len(), counts, columns, update }
+        let moments = self.moments.as_ref().map(|_| self.tables_len() + self.columns_len());
+        SetPlace { at, len: self.len(), counts, columns, moments }
     }
 
     fn tables_len(&self) -> usize {
@@ -114,17 +136,16 @@ impl<'a> TensorSet<'a> {
     }
 
     fn len(&self) -> usize {
-        let update = if self.update.is_some() { ALIGN } else { 0 };
-        self.tables_len() + self.columns_len() + update
+        let moments = if self.moments.is_some() { ByMoments::LEN } else { 0 };
+        self.tables_len() + self.columns_len() + moments
     }
 
     fn write(&self, to: &mut [u8]) {
         let tables = bytemuck::cast_slice::<_, u8>(&self.tables);
         to[..tables.len()].copy_from_slice(tables);
         to[self.tables_len()..][..self.columns.len()].copy_from_slice(self.columns);
-        if let Some(update) = &self.update {
-            let at = self.tables_len() + self.columns_len();
-            to[at..at + size_of::<abi::Update>()].copy_from_slice(bytemuck::bytes_of(update));
+        if let Some(moments) = &self.moments {
+            moments.write(&mut to[self.tables_len() + self.columns_len()..]);
         }
     }
 }
@@ -146,9 +167,9 @@ impl SetPlace {
         if self.columns { self.at + tables.next_multiple_of(ALIGN) as u64 } else { 0 }
     }
 
-    /// Address of [`abi::Update`]; 0 if contexts are not derived from moments.
-    pub(super) fn update(&self) -> u64 {
-        self.update.map_or(0, |at| self.at + at as u64)
+    /// Address of [`abi::Update`] or [`abi::Step`]; 0 if the plan uses no moments.
+    pub(super) fn moments(&self) -> u64 {
+        self.moments.map_or(0, |at| self.at + at as u64)
     }
 }
 
@@ -224,22 +245,23 @@ fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Off
     }
 }
 
-/// How contexts `update` of a tensor are derived, if it has them.
-fn update(
-    contexts: ContextsId,
-    dtype: DType,
-    side: &Side,
-    one_table: u8,
-) -> Result<Option<abi::Update>> {
-    if contexts != ContextsId::UPDATE {
+/// What a plan uses its tensor's moments for, if it does.
+fn by_moments(plan: &Plan, dtype: DType, side: &Side, one_table: u8) -> Result<Option<ByMoments>> {
+    if plan.moments().is_none() {
         return Ok(None);
     }
-    let Update { floor, offset, moments } = Update::parse(side.get(SideKind::CONTEXTS))?;
-    let [weight, first, second] = [dtype, moments[0], moments[1]].map(float);
-    let all = weight.zip(first).zip(second);
-    let ((weight, first), second) =
-        all.ok_or_else(|| Error::corrupt(format!("contexts `update` of dtype {dtype}")))?;
-    Ok(Some(abi::Update { floor, offset, weight, moments: [first, second], one_table }))
+    let [first, second] = moment_dtypes(plan, side)?;
+    let [Some(weight), Some(first), Some(second)] = [dtype, first, second].map(float) else {
+        return Err(Error::corrupt(format!("values from moments of dtype {dtype}")));
+    };
+    let moments = [first, second];
+    Ok(Some(if plan.predictor == PredictorId::STEP {
+        let StepFactors { keep, rate, epsilon } = Step::parse(side.get(SideKind::STEP))?.factors;
+        ByMoments::Step(abi::Step { keep, rate, epsilon, weight, moments, reserved: 0 })
+    } else {
+        let Update { floor, offset, .. } = Update::parse(side.get(SideKind::CONTEXTS))?;
+        ByMoments::Update(abi::Update { floor, offset, weight, moments, one_table })
+    }))
 }
 
 /// The kernels' number of a dtype that weights and moments may have.
@@ -261,11 +283,13 @@ pub(super) fn inputs(
     moments: [u64; 2],
 ) -> [u64; abi::MAX_INPUTS] {
     let mut inputs = abi::parent_input(values);
-    if set.update() == 0 {
+    if set.moments() == 0 {
         (inputs[abi::OFFSETS], inputs[abi::COLUMNS]) = (rows, set.columns());
     } else {
         [inputs[abi::FIRST], inputs[abi::SECOND]] = moments;
-        inputs[abi::UPDATE] = set.update();
+        // The same place, whatever they are used for.
+        const { assert!(abi::UPDATE == abi::FACTORS) }
+        inputs[abi::FACTORS] = set.moments();
     }
     inputs
 }

@@ -38,6 +38,8 @@ pub(super) enum Method {
     Contexts,
     /// The same with contexts from moments.
     Update,
+    /// The difference from what the optimizer's step makes of the parent.
+    Step,
     /// By rows and columns and a share of the parent.
     Blend,
 }
@@ -94,6 +96,7 @@ impl Choice {
         let method = match (plan.predictor, plan.residual) {
             (PredictorId::RANK1, _) => Method::Rank1,
             (PredictorId::BLEND, _) => Method::Blend,
+            (PredictorId::STEP, _) => Method::Step,
             (PredictorId::PARENT, ResidualId::XOR) => Method::Xor,
             (PredictorId::PARENT, ResidualId::DESCENT) => Method::Update,
             (PredictorId::PARENT, _) if plan.contexts.is_none() => Method::Sub,
@@ -170,6 +173,11 @@ impl Choice {
     /// Whether it was made for a tensor of this dtype and number of values.
     pub(super) fn fits(&self, about: &TensorFacts<'_>) -> bool {
         (self.dtype, self.values) == (about.dtype, about.values())
+    }
+
+    /// Whether it was made at another distance to the parent.
+    pub(super) fn is_of_other_distance(&self) -> bool {
+        self.of == ChosenFor::OtherDistance
     }
 
     /// Whether it was made for another tensor.

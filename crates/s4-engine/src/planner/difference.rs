@@ -3,7 +3,7 @@
 use s4_format::dtype::Form;
 use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, Error, Plan, ResidualId, Result};
-use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
+use s4_predict::{ContextModel, Exponents, Step, Tensor, Update, Updates, exponent};
 
 use super::choice::{Choice, Method, known_planes};
 use super::layout::{Candidate, Counted, SampleKind};
@@ -30,6 +30,8 @@ const CONTEXTS_GAIN: u64 = 512;
 /// Contexts from moments must save this part of the difference without them: reading the tensor
 /// then reads the moments, too.
 const UPDATE_GAIN: u64 = 512;
+/// A step that leaves less than this part of the XOR's bits explains the change: nothing else is compared.
+const STEP_EXPLAINS: u64 = 2;
 
 impl CpuEngine {
     /// The plan of a tensor with a parent. `sample`: its values at [`super::parent_probes`].
@@ -114,6 +116,13 @@ impl CpuEngine {
         let Some(made) = made.filter(|made| choice.holds(made.bits())) else {
             return Ok(Again::Differs);
         };
+        // A step explains one distance, and there nearly everything.
+        if choice.is_of_other_distance()
+            && choice.method != Method::Step
+            && self.step_of(about, &from.sample, parent)?.is_some()
+        {
+            return Ok(Again::Differs);
+        }
         // If the difference saves little, it is compared with the values without the parent.
         if !choice.exceeds(made.bits()) {
             let about = &about.without_choice();
@@ -137,7 +146,8 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Option<Difference>> {
-        const METHODS: [(Method, u64); 4] = [
+        const METHODS: [(Method, u64); 5] = [
+            (Method::Step, UPDATE_GAIN),
             (Method::Sub, SUB_GAIN),
             (Method::Contexts, CONTEXTS_GAIN),
             (Method::Update, UPDATE_GAIN),
@@ -148,7 +158,12 @@ impl CpuEngine {
             let other = self.by_method(method, about, from, parent, offsets, scratch)?;
             let least = cheapest.as_ref().map_or(0, Difference::bits);
             if other.as_ref().is_some_and(|other| other.bits() < least - least / gain) {
+                let all = method == Method::Step
+                    && other.as_ref().is_some_and(|step| step.bits() < least / STEP_EXPLAINS);
                 cheapest = other;
+                if all {
+                    break;
+                }
             }
         }
         Ok(cheapest)
@@ -218,6 +233,19 @@ impl CpuEngine {
                     (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
                 }
             }
+            Method::Step => {
+                let Some((step, moments)) = self.step_of(about, &from.sample, parent)? else {
+                    return Ok(None);
+                };
+                let mut predicted = vec![0; parent.values.len()];
+                let inputs = [parent.values, moments[0].values, moments[1].values];
+                step.predict(self.kernels, dtype, inputs, &mut predicted)?;
+                let mut rest = from.sample.values.clone();
+                self.kernels.sub_values(width_of(about.width())?, &mut rest, &predicted);
+                let values = (&rest[..], &mut Counted::default());
+                let best = self.best(about, values, SampleKind::Ordered, scratch)?;
+                (best.map(|best| best.with_moments(about, rest.len())), step.to_bytes())
+            }
             Method::Blend if allowed.blend => {
                 let Some(offsets) = offsets else { return Ok(None) };
                 match self.blend(about, &from.sample, parent, offsets, scratch)? {
@@ -228,6 +256,23 @@ impl CpuEngine {
             _ => return Ok(None),
         };
         Ok(best.map(|best| Difference { method, best, side, shape }))
+    }
+
+    /// The optimizer's step from the parent to the sample, and the moments for it; `None` if no step explains the
+    /// differences.
+    fn step_of<'p>(
+        &self,
+        about: &TensorFacts<'_>,
+        sample: &Sample,
+        parent: &'p ParentSample<'_>,
+    ) -> Result<Option<(Step, &'p [MomentSample<'p>; 2])>> {
+        let (values, all) = (&sample.values[..], sample.values.len() == about.bytes);
+        let Some(moments) = parent.moments.as_ref().filter(|_| !all) else { return Ok(None) };
+        if !allowed(about.preset).step {
+            return Ok(None);
+        }
+        let step = self.fit_step(about.dtype, (values, parent.values), moments, about.epsilon)?;
+        Ok(step.map(|step| (step, moments)))
     }
 
     /// The cost of differences in the order of values, negated as the moments say, with contexts from updates.
@@ -244,18 +289,22 @@ impl CpuEngine {
         let tensor = Tensor { dtype: about.dtype, shape: about.shape, side: &side };
         let (model, values) = (&Updates as &dyn ContextModel, about.values());
         let inputs = &[parent, moments[0].values, moments[1].values][..];
-        let mut best = self.best(
+        let best = self.best(
             about,
             (differences, &mut Counted::default()),
             SampleKind::InContext { model, tensor, inputs, values },
             scratch,
         )?;
-        // The manifest lists the moments as inputs, once for the tensor.
-        let listed = 8 * MOMENTS * (differences.len() / about.width()) as u64 / values.max(1);
-        if let Some(best) = best.as_mut() {
-            best.bits += listed;
-        }
-        Ok(best)
+        Ok(best.map(|best| best.with_moments(about, differences.len())))
+    }
+}
+
+impl Candidate {
+    /// The same for a plan that also lists the moments as inputs, once for the tensor. `len`: bytes of the sample.
+    fn with_moments(mut self, about: &TensorFacts<'_>, len: usize) -> Self {
+        let listed = 8 * MOMENTS * (len / about.width()) as u64 / about.values().max(1);
+        self.bits += listed;
+        self
     }
 }
 
@@ -296,7 +345,7 @@ enum Again {
 struct Difference {
     method: Method,
     best: Candidate,
-    /// Side data that its chunks need: that of contexts, or offsets. Empty if there is none.
+    /// Side data that its chunks need: that of contexts or of a step, or offsets. Empty if there is none.
     side: Vec<u8>,
     /// The shape of contexts from moments.
     shape: Option<Shape>,
@@ -316,6 +365,10 @@ impl Difference {
                 let moments = moments.each_ref().map(|m| m.tensor);
                 Plan { layout, ..Plan::update(manifest, tensor, moments) }
             }
+            (Method::Step, Some(moments)) => {
+                let moments = moments.each_ref().map(|m| m.tensor);
+                Plan::step(layout, manifest, tensor, moments)
+            }
             (Method::Blend, _) => Plan::blend(layout, manifest, tensor),
             (Method::Xor, _) => Plan::delta(layout, manifest, tensor),
             _ => Plan {
@@ -324,7 +377,11 @@ impl Difference {
                 ..Plan::delta(layout, manifest, tensor)
             },
         };
-        let kind = if method == Method::Blend { SideKind::OFFSETS } else { SideKind::CONTEXTS };
+        let kind = match method {
+            Method::Blend => SideKind::OFFSETS,
+            Method::Step => SideKind::STEP,
+            _ => SideKind::CONTEXTS,
+        };
         finish(about, Some(best), plan, (!side.is_empty()).then_some((kind, &side[..])))
     }
 }

@@ -20,6 +20,7 @@ mod coding;
 mod difference;
 mod layout;
 mod sample;
+mod step;
 mod update;
 
 pub use blend::expected_of;
@@ -55,6 +56,8 @@ pub(crate) struct Allowed {
     pub(crate) contexts: bool,
     /// Such differences with contexts from the optimizer's update.
     pub(crate) update: bool,
+    /// Such differences from what the optimizer's step makes of the parent.
+    pub(crate) step: bool,
     /// Copies of other tensors, exact or rounded.
     pub(crate) copies: bool,
 }
@@ -62,7 +65,7 @@ pub(crate) struct Allowed {
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     let all = matches!(preset, Preset::Balanced | Preset::Small);
-    Allowed { rank1: all, blend: all, sub: all, contexts: all, update: all, copies: all }
+    Allowed { rank1: all, blend: all, sub: all, contexts: all, update: all, step: all, copies: all }
 }
 
 /// Whether tensors that are copies of others, exact or rounded, are predicted from them. The caller
@@ -127,6 +130,8 @@ pub(crate) struct TensorFacts<'a> {
     pub(crate) shape: &'a [u64],
     pub(crate) bytes: usize,
     pub(crate) role: Option<RoleKind>,
+    /// What its optimizer adds to the roots of second moments, if that is known.
+    pub(crate) epsilon: Option<f64>,
     /// The earlier choice, if it was made for a tensor of this kind.
     pub(crate) choice: Option<Choice>,
     /// Whether row and column offsets were computed for it.
@@ -140,15 +145,18 @@ impl<'a> TensorFacts<'a> {
     pub(crate) fn new(
         preset: Preset,
         (dtype, shape, bytes): (DType, &'a [u64], usize),
-        role: Option<RoleKind>,
+        role: Option<TensorRole<'_>>,
         choice: Option<Choice>,
     ) -> Self {
+        let epsilon = role.and_then(|r| r.scalars()?.get("eps").copied());
+        let role = role.map(|r| r.row.kind);
         let about = Self {
             preset,
             dtype,
             shape,
             bytes,
             role,
+            epsilon,
             choice: None,
             has_offsets: false,
             again: None,
@@ -222,7 +230,6 @@ impl CpuEngine {
     pub fn plan(&self, job: &PlanJob<'_>, scratch: &mut Scratch) -> Result<TensorPlan> {
         let PlanJob { preset, view: &TensorView { dtype, shape, data }, parent, role, choice } =
             *job;
-        let role = role.map(|r| r.row.kind);
         let about = TensorFacts::new(preset, (dtype, shape, data.len()), role, choice);
         if preset == Preset::Nvcomp {
             return Ok(nvcomp(dtype));

@@ -1,5 +1,5 @@
-//! Weights with contexts from their moments: the CPU's plans and frames, wherever the moments are,
-//! made and read by the kernels alone.
+//! Weights that are predicted from their moments, or have contexts from them: the CPU's plans and frames, wherever the
+//! moments are, made and read by the kernels alone.
 
 use bytes::Bytes;
 use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, FrameJob, Piece};
@@ -8,11 +8,12 @@ use s4_engine::{
     MomentSample, ParentSample, PlanJob, PlaneCoding, Preset, Scratch, TensorPlan, Values,
     chunk_log2, parent_probes,
 };
+use s4_format::layout::Planes;
 use s4_format::side::SideKind;
-use s4_format::{ChunkRecord, DType, Digest, Plan, ResidualId, crc32c};
+use s4_format::{ChunkRecord, DType, Digest, LayoutId, Plan, PredictorId, ResidualId, crc32c};
 use s4_planes::patterns::{self, Kind};
-use s4_planes::{Kernels, Simd};
-use s4_predict::Update;
+use s4_planes::{Kernels, Simd, StepFactors};
+use s4_predict::{Step, Update};
 
 use crate::delta::MANIFEST;
 use crate::racing::{Racing, while_changing};
@@ -136,8 +137,17 @@ fn rounded(dtype: DType, wide: Vec<u8>) -> Vec<u8> {
     out
 }
 
-/// A step of an optimizer.
-fn step([w, m, v]: [DType; 3], n: usize, plan: Option<TensorPlan>) -> Weights {
+/// A plan that takes a step, and codes every plane in the same way.
+fn forced_step(dtype: DType, step: Step, layout: LayoutId, coding: PlaneCoding) -> TensorPlan {
+    let plan = Plan::step(layout, MANIFEST, 3, [4, 5]);
+    let planes = Planes::new(layout, dtype.value_width(), 0).unwrap().sizes().len();
+    let mut plan = TensorPlan::new(plan, vec![coding; planes], chunk_log2(dtype));
+    plan.side.push(SideKind::STEP, step.to_bytes()).unwrap();
+    plan
+}
+
+/// A step of an optimizer, which the moments tell exactly, or only its size and sign.
+fn step([w, m, v]: [DType; 3], n: usize, exactly: bool) -> Weights {
     let noise = |i: usize, k: u64| {
         let x = (i as u64 + (k << 32) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as f32 / (1 << 24) as f32 - 0.5
@@ -146,20 +156,21 @@ fn step([w, m, v]: [DType; 3], n: usize, plan: Option<TensorPlan>) -> Weights {
     for i in 0..n {
         let (weight, first) = (0.1 * noise(i, 1), 0.01 * noise(i, 2) * (8.0 * noise(i, 3)).exp());
         let second = 1e-5 * (3.0 * noise(i, 4)).exp();
-        let after = weight - 3e-4 * first / second.sqrt();
+        let more = if exactly { 1.0 } else { (3.0 * noise(i, 5)).exp() };
+        let after = weight - more * 3e-4 * first / second.sqrt();
         for (to, x) in out.iter_mut().zip([after, weight, first, second]) {
             to.extend(x.to_le_bytes());
         }
     }
     let [after, before, first, second] = out;
     let host = Host::new(format!("{w} by {m}, {v}: {n}"), w, rounded(w, after));
-    Weights::new(host, rounded(w, before), [(m, rounded(m, first)), (v, rounded(v, second))], plan)
+    Weights::new(host, rounded(w, before), [(m, rounded(m, first)), (v, rounded(v, second))], None)
 }
 
 /// Values of every kind, by forced plans.
 fn adversarial(n: usize) -> Vec<Weights> {
     let mut out = vec![];
-    for (w, m, v) in (0..27).map(|i| (i % 3, i / 3 % 3, i / 9)) {
+    for (w, m, v) in (0..54).map(|i| (i % 3, i / 3 % 3, i / 9 % 3)) {
         let dtypes = [w, m, v].map(|i| ALL[i].0);
         let lists = [w, m, v].map(|i| patterns::all(ALL[i].1, n).collect::<Vec<_>>());
         let case = out.len();
@@ -170,7 +181,15 @@ fn adversarial(n: usize) -> Vec<Weights> {
         let (floor, offset) = [(0, 0), (-3000, 9000), (i16::MIN, 2000)][case % 3];
         let update = Update { floor, offset, moments: [dtypes[1], dtypes[2]] };
         let coding = [PlaneCoding::RANS8, PlaneCoding::RANS12][case % 2];
-        let plan = forced(dtypes[0], update, coding);
+        let plan = if case < 27 {
+            forced(dtypes[0], update, coding)
+        } else {
+            let layout = [LayoutId::BYTES, LayoutId::FIELDS][case % 2];
+            let [keep, rate, epsilon] = [[0.9999, 1e-4, 1e-8], [1.0, 1.0, 0.0]][case / 2 % 2];
+            let factors = StepFactors { keep, rate, epsilon };
+            let by = Step { factors, moments: [dtypes[1], dtypes[2]] };
+            forced_step(dtypes[0], by, layout, coding)
+        };
         let host = Host::new(format!("{case}: {dtypes:?} {n}"), dtypes[0], of(0, 0));
         let moments = [(dtypes[1], of(1, 2)), (dtypes[2], of(2, 5))];
         out.push(Weights::new(host, of(0, 1), moments, Some(plan)));
@@ -397,12 +416,17 @@ fn what_is_planned_is_told_by_the_kernels_alone() {
     let Some(gpu) = gpu() else { return };
     let n = if gpu.is_slow() { 140_003 } else { 700_001 };
     let mixes = [(0, 0, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (1, 1, 1), (2, 1, 2)];
-    let all: Vec<_> = mixes.map(|(w, m, v)| step([w, m, v].map(|i| ALL[i].0), n, None)).into();
-    for w in &all {
-        assert_eq!(w.coded.plan.plan.residual, ResidualId::DESCENT, "{}", w.host.name);
-        assert!(w.coded.chunks.iter().any(|c| c.0.shared), "{}", w.host.name);
+    for exactly in [false, true] {
+        let of = |(w, m, v): (usize, usize, usize)| step([w, m, v].map(|i| ALL[i].0), n, exactly);
+        let all: Vec<_> = mixes.map(of).into();
+        for w in &all {
+            let plan = &w.coded.plan.plan;
+            let is = (plan.predictor == PredictorId::STEP, plan.residual == ResidualId::DESCENT);
+            assert_eq!(is, (exactly, !exactly), "{}", w.host.name);
+            assert!(w.coded.chunks.iter().any(|c| c.0.shared) || exactly, "{}", w.host.name);
+        }
+        check(&gpu, &all, true);
     }
-    check(&gpu, &all, true);
 }
 
 /// Moments that a reader would not have are not used.
@@ -429,8 +453,14 @@ fn weights_whose_moments_changed_are_stored_as_they_are() {
 #[test]
 fn weights_whose_moments_change_meanwhile_decode_by_the_stored_ones() {
     let Some(gpu) = gpu() else { return };
+    for exactly in [false, true] {
+        change_meanwhile(&gpu, exactly);
+    }
+}
+
+fn change_meanwhile(gpu: &Gpu, exactly: bool) {
     let dtypes = [DType::Float32, DType::BFloat16, DType::Float32];
-    let all = [step(dtypes, 200_000, None)];
+    let all = [step(dtypes, 200_000, exactly)];
     let w = &all[0];
     let records = records(&all, Given::Device);
     let racing = [0, 1].map(|k| {
@@ -449,17 +479,17 @@ fn weights_whose_moments_change_meanwhile_decode_by_the_stored_ones() {
     let moments = vec![[moment(0), moment(1)]];
     let inputs = Told { all: &all, parents, moments, given: Given::Device, _uploads: vec![] };
     let mut coded = vec![];
-    while_changing(&gpu, &racing, || {
+    while_changing(gpu, &racing, || {
         for _ in 0..3 {
             let engine = gpu.engine(CudaOptions::default());
-            coded.extend(encode(&gpu, &engine, &inputs, false));
+            coded.extend(encode(gpu, &engine, &inputs, false));
             assert_eq!(engine.chunks().refused, 0);
         }
     });
     assert!(coded.iter().any(|e| e.chunks.iter().any(|c| !c.0.plain)), "none was told");
     for e in coded {
         let engine = gpu.engine(CudaOptions::default());
-        let (values, undone) = decode(&gpu, &engine, &all, std::slice::from_ref(&e), true);
+        let (values, undone) = decode(gpu, &engine, &all, std::slice::from_ref(&e), true);
         assert!(undone.is_empty() && values[0] == w.host.data);
     }
 }

@@ -142,8 +142,8 @@ pub(crate) struct Predicted {
     /// `Offsets` with those of rows, and those of columns; empty if there are none.
     offsets: Vec<u8>,
     columns: Vec<u8>,
-    /// How updates become classes; the moments are `offsets` and `columns` then.
-    update: Vec<u8>,
+    /// How updates become classes, or the constants of a step; the moments are `offsets` and `columns` then.
+    by_moments: Vec<u8>,
     /// Whether the input's values lie where the chunk's are decoded to.
     in_place: bool,
 }
@@ -258,7 +258,7 @@ impl Jobs {
             let lens = [c.parent.len(), more.len(), p.columns.len()];
             lens.into_iter().for_each(|len| self.put(len as u32));
             self.bytes.extend([&c.tables[..], &c.values, &c.parent, &more, &p.columns].concat());
-            self.bytes.extend(&p.update);
+            self.bytes.extend(&p.by_moments);
         }
         self.batches.push(Batch::Encode(chunks.len()));
     }
@@ -285,7 +285,7 @@ impl Jobs {
             let more = [&c.contexts.bytes[..], &p.offsets].concat();
             [more.len(), p.columns.len()].into_iter().for_each(|len| self.put(len as u32));
             self.bytes.extend([&c.tables[..], &c.frame, &c.parent, &more, &p.columns].concat());
-            self.bytes.extend(&p.update);
+            self.bytes.extend(&p.by_moments);
         }
         let lens = parsed.iter().map(|(i, _)| chunks[*i].n * chunks[*i].width).collect();
         self.batches.push(Batch::Decode(lens));

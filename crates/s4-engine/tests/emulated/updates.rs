@@ -1,15 +1,18 @@
-//! The kernels for weights with contexts from moments, compared with the CPU engine.
+//! The kernels for weights that are predicted from moments, or have contexts from them, compared with the CPU engine.
 
 use s4_codec_cpu::rans::{Precision, parse_tables};
 use s4_engine::{
     CpuEngine, EncodeJob, EncodedChunk, MomentSample, ParentSample, PlanJob, PlaneCoding, Preset,
     Scratch, TensorPlan, TensorView, chunk_log2, parent_probes,
 };
+use s4_format::layout::Planes;
 use s4_format::side::SideKind;
-use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, ResidualId, StreamEntry, crc32c};
-use s4_planes::Simd;
+use s4_format::{
+    CodecId, DType, Digest, Error, LayoutId, Plan, PredictorId, ResidualId, StreamEntry, crc32c,
+};
 use s4_planes::patterns::{self, Kind as Pattern};
-use s4_predict::Update;
+use s4_planes::{Simd, StepFactors};
+use s4_predict::{Step, Update};
 
 use super::{
     Answers, CORRUPT, Contexts, Decode, Encode, Jobs, Kind, MAX_PLANES, OK, Predicted, UNSUPPORTED,
@@ -21,6 +24,9 @@ const ALL: [(DType, Pattern); 3] = [
     (DType::BFloat16, Pattern::BF16),
     (DType::Float16, Pattern::F16),
 ];
+
+/// `kPredictStep`.
+const STEP: u8 = 6;
 
 /// A chunk of weights, their values a step before, and their moments.
 struct Case {
@@ -38,6 +44,16 @@ fn forced(dtype: DType, update: Update, codings: &[PlaneCoding]) -> TensorPlan {
     let planes = codings.iter().copied().cycle().take(dtype.value_width()).collect();
     let mut plan = TensorPlan::new(plan, planes, chunk_log2(dtype));
     plan.side.push(SideKind::CONTEXTS, update.to_bytes()).unwrap();
+    plan
+}
+
+/// A plan that takes a step, and codes its planes in turn as given.
+fn forced_step(dtype: DType, step: Step, layout: LayoutId, codings: &[PlaneCoding]) -> TensorPlan {
+    let plan = Plan::step(layout, Digest::of(b"parent"), 3, [4, 5]);
+    let planes = Planes::new(layout, dtype.value_width(), 0).unwrap().sizes().len();
+    let planes = codings.iter().copied().cycle().take(planes).collect();
+    let mut plan = TensorPlan::new(plan, planes, chunk_log2(dtype));
+    plan.side.push(SideKind::STEP, step.to_bytes()).unwrap();
     plan
 }
 
@@ -63,8 +79,34 @@ impl Case {
         Some(Self { name, dtype, plan, values, inputs, coded, frame })
     }
 
-    fn update(&self) -> Update {
-        Update::parse(self.plan.side.get(SideKind::CONTEXTS)).unwrap()
+    fn is_step(&self) -> bool {
+        self.plan.plan.predictor == PredictorId::STEP
+    }
+
+    fn kind(&self) -> Kind {
+        if self.is_step() { Kind::Predicted } else { Kind::Update }
+    }
+
+    /// `Update` or `Step`, as the kernels read them; `one`: a mask of planes with one table.
+    fn by_moments(&self, one: u8) -> Vec<u8> {
+        let number = |d: DType| match d {
+            DType::BFloat16 => 1,
+            DType::Float16 => 2,
+            _ => 3,
+        };
+        if self.is_step() {
+            let Step { factors, moments } =
+                Step::parse(self.plan.side.get(SideKind::STEP)).unwrap();
+            let StepFactors { keep, rate, epsilon } = factors;
+            let mut out = [keep, rate, epsilon].map(f32::to_le_bytes).concat();
+            out.extend([number(self.dtype), number(moments[0]), number(moments[1]), 0]);
+            return out;
+        }
+        let update = Update::parse(self.plan.side.get(SideKind::CONTEXTS)).unwrap();
+        let Update { floor, offset, moments } = update;
+        let mut out = [floor.to_le_bytes(), offset.to_le_bytes()].concat();
+        out.extend([number(self.dtype), number(moments[0]), number(moments[1]), one]);
+        out
     }
 
     /// The shared tables of each plane, as the kernels read them, and how many there are.
@@ -89,24 +131,16 @@ impl Case {
     }
 
     fn told(&self, contexts: &Contexts, in_place: bool) -> Predicted {
-        let Update { floor, offset, moments } = self.update();
-        let number = |d: DType| match d {
-            DType::BFloat16 => 1,
-            DType::Float16 => 2,
-            _ => 3,
-        };
         // Planes with contexts share a table for each context.
         let counts = contexts.tables.unwrap();
         let one = (0..MAX_PLANES).fold(0, |bits, i| bits | u8::from(counts[i] == 1) << i);
-        let mut update = [floor.to_le_bytes(), offset.to_le_bytes()].concat();
-        update.extend([number(self.dtype), number(moments[0]), number(moments[1]), one]);
         Predicted {
-            prediction: 1,
+            prediction: if self.is_step() { STEP } else { 1 },
             sparse: true,
-            contexts: 2,
+            contexts: if self.is_step() { 0 } else { 2 },
             offsets: self.inputs[1].clone(),
             columns: self.inputs[2].clone(),
-            update,
+            by_moments: self.by_moments(one),
             in_place,
             ..Predicted::default()
         }
@@ -116,10 +150,10 @@ impl Case {
         let (contexts, tables) = self.tables();
         let predicted = self.told(&contexts, false);
         Encode {
-            kind: Kind::Update,
+            kind: self.kind(),
             width: self.dtype.value_width(),
-            layout: LayoutId::BYTES,
-            residual: ResidualId::DESCENT.0,
+            layout: self.plan.plan.layout,
+            residual: self.plan.plan.residual.0,
             coding: codings(&self.plan).unwrap(),
             flags: 0,
             skew,
@@ -135,12 +169,14 @@ impl Case {
         let (contexts, tables) = self.tables();
         let mut predicted = self.told(&contexts, in_place);
         // A stream says itself how many tables it has.
-        predicted.update[7] = 0;
+        if !self.is_step() {
+            predicted.by_moments[7] = 0;
+        }
         Decode {
-            kind: Kind::Update,
+            kind: self.kind(),
             width: self.dtype.value_width(),
-            layout: LayoutId::BYTES,
-            residual: ResidualId::DESCENT.0,
+            layout: self.plan.plan.layout,
+            residual: self.plan.plan.residual.0,
             plain: self.coded.plain,
             n: self.values.len() / self.dtype.value_width(),
             check: true,
@@ -185,7 +221,8 @@ fn compare(file: &'static str, cases: &[Case]) {
 fn tables_of(cases: &[Case]) -> Vec<u8> {
     let coded = cases.iter().filter(|c| !c.coded.plain);
     let each = coded.flat_map(|c| {
-        let list = StreamEntry::parse_chunk(&c.frame, c.dtype.value_width()).unwrap();
+        let planes = Planes::new(c.plan.plan.layout, c.dtype.value_width(), 0).unwrap();
+        let list = StreamEntry::parse_chunk(&c.frame, planes.sizes().len()).unwrap();
         let rans = list.items().iter().filter(|(e, _)| e.codec == CodecId::RANS);
         rans.map(|(_, bytes)| bytes[6]).collect::<Vec<_>>()
     });
@@ -236,8 +273,65 @@ fn weights_are_told_as_on_the_cpu() {
     assert!(cases.iter().any(|c| c.coded.plain));
 }
 
-/// Weights after a step, before it, and the moments that predict the difference.
-fn step(dtypes: [DType; 3], n: usize) -> [Vec<u8>; 4] {
+/// Every mix of dtypes and every layout, with values of every kind: NaNs, infinities, denormals, zeros of both signs.
+#[test]
+fn steps_are_taken_as_on_the_cpu() {
+    let mut cases = vec![];
+    for (w, m, v) in (0..27).map(|i| (i % 3, i / 3 % 3, i / 9)) {
+        let dtypes = [w, m, v].map(|i| ALL[i].0);
+        for (k, n) in [1, 3, 8, 257, 2100, 9001].into_iter().enumerate() {
+            let lists = [w, m, v].map(|i| patterns::all(ALL[i].1, n).collect::<Vec<_>>());
+            let real = step(dtypes, n, true);
+            for number in 0..=lists[0].len() {
+                let case = cases.len();
+                if n > 300 && number % 5 != (w + m + k) % 5 {
+                    continue;
+                }
+                let of = |i: usize, by: usize| {
+                    let list = &lists[i];
+                    list[(number + by) % list.len()].1.clone()
+                };
+                let [keep, rate, epsilon] =
+                    [[0.9999, 1e-4, 1e-8], [1.0, 1.0, 0.0], [-2.0, 1e30, 1e-30], [1e30, -0.5, 3.0]]
+                        [case % 4];
+                let factors = StepFactors { keep, rate, epsilon };
+                let by = Step { factors, moments: [dtypes[1], dtypes[2]] };
+                let codings: &[PlaneCoding] = match case % 3 {
+                    0 => &[PlaneCoding::RANS12],
+                    1 => &[PlaneCoding::RANS8, PlaneCoding::RAW],
+                    _ => &[PlaneCoding::RANS8],
+                };
+                let layout = [LayoutId::BYTES, LayoutId::FIELDS, LayoutId::WHOLE][case % 3];
+                let (values, inputs) = match number < lists[0].len() {
+                    true => (of(0, 0), [of(0, 1 + case % 4), of(1, case % 7), of(2, case % 5)]),
+                    false => {
+                        let [now, before, first, second] = real.clone();
+                        (now, [before, first, second])
+                    }
+                };
+                let name = format!("step {case}: {number} {n} {dtypes:?} {factors:?}");
+                let plan = forced_step(dtypes[0], by, layout, codings);
+                cases.extend(Case::new(name, dtypes[0], plan, values, inputs));
+            }
+        }
+    }
+    compare("steps", &cases);
+    assert!(
+        cases.iter().any(|c| c.coded.plain)
+            && cases.iter().filter(|c| !c.coded.plain).count() > 300
+    );
+    // What is predicted exactly takes next to nothing.
+    let dtypes = [DType::Float32; 3];
+    let [now, before, first, second] = step(dtypes, 9001, true);
+    let factors = StepFactors { keep: 1.0, rate: 1e-4, epsilon: 0.0 };
+    let by = Step { factors, moments: [DType::Float32; 2] };
+    let plan = forced_step(DType::Float32, by, LayoutId::BYTES, &[PlaneCoding::RANS8]);
+    let exact = Case::new("exact".into(), dtypes[0], plan, now, [before, first, second]).unwrap();
+    assert!(exact.frame.len() < 9001 / 4, "{}", exact.frame.len());
+}
+
+/// Weights after a step, before it, and the moments that predict the difference: exactly, or its size and sign.
+fn step(dtypes: [DType; 3], n: usize, exactly: bool) -> [Vec<u8>; 4] {
     let noise = |i: usize, k: u64| {
         let x = (i as u64 + (k << 32) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as f32 / (1 << 24) as f32 - 0.5
@@ -246,7 +340,8 @@ fn step(dtypes: [DType; 3], n: usize) -> [Vec<u8>; 4] {
     for i in 0..n {
         let (w, m) = (0.1 * noise(i, 1), 0.01 * noise(i, 2) * (8.0 * noise(i, 3)).exp());
         let v = 1e-5 * (3.0 * noise(i, 4)).exp();
-        for (to, x) in out.iter_mut().zip([w - 1e-4 * m / v.sqrt(), w, m, v]) {
+        let more = if exactly { 1.0 } else { (3.0 * noise(i, 5)).exp() };
+        for (to, x) in out.iter_mut().zip([w - more * 1e-4 * m / v.sqrt(), w, m, v]) {
             to.extend(x.to_le_bytes());
         }
     }
@@ -291,7 +386,7 @@ fn chunks_use_the_tables_that_their_tensor_shares() {
         let dtypes = [w, m, v].map(|i| ALL[i].0);
         // A chunk, and some of the next one.
         let n = (1 << chunk_log2(dtypes[0])) + 5003;
-        let all = step(dtypes, n);
+        let all = step(dtypes, n, false);
         let plan = planned(dtypes, &all);
         assert_eq!(plan.plan.residual, ResidualId::DESCENT, "{dtypes:?}");
         let part = |first: usize, end: usize| {
@@ -320,7 +415,7 @@ fn chunks_use_the_tables_that_their_tensor_shares() {
 #[test]
 fn descriptors_and_streams_that_do_not_fit_are_refused() {
     let dtypes = [DType::Float32, DType::BFloat16, DType::Float32];
-    let [now, before, m, v] = step(dtypes, 6000);
+    let [now, before, m, v] = step(dtypes, 6000, true);
     let update = Update { floor: i16::MIN, offset: 8300, moments: [dtypes[1], dtypes[2]] };
     let plan = forced(dtypes[0], update, &[PlaneCoding::RANS8]);
     let good = Case::new("good".into(), dtypes[0], plan, now, [before, m, v]).unwrap();
@@ -336,10 +431,10 @@ fn descriptors_and_streams_that_do_not_fit_are_refused() {
         |e| e.predicted.offsets.clear(),
         |e| e.predicted.columns.clear(),
         // Weights of another width, and types that are not floats.
-        |e| e.predicted.update[4] = 1,
-        |e| e.predicted.update[4] = 0,
-        |e| e.predicted.update[5] = 4,
-        |e| e.predicted.update[6] = 0,
+        |e| e.predicted.by_moments[4] = 1,
+        |e| e.predicted.by_moments[4] = 0,
+        |e| e.predicted.by_moments[5] = 4,
+        |e| e.predicted.by_moments[6] = 0,
     ];
     let mut jobs = Jobs::new("updates-refused");
     let encode: Vec<_> = wrong

@@ -1,4 +1,4 @@
-//! Weights with contexts `update`, coded with their moments, wherever weights and moments are.
+//! Weights with predictor `step` or contexts `update`, coded with their moments, wherever weights and moments are.
 
 use std::collections::BTreeMap;
 
@@ -7,15 +7,17 @@ use s4weights::format::manifest::{Role, RoleKind, Roles};
 use super::copies::{mixed, plans, read_on};
 use super::*;
 
-/// Weights and moments after some steps, in fp32 and in bf16.
+/// Weights and moments after some steps, in fp32 and in bf16: of two weights, moments tell the steps exactly; of the third
+/// size and sign.
 fn state(steps: u32) -> Vec<Tensor> {
-    let mut out = Vec::from(weight("a", DType::Float32, 0, steps));
-    out.extend(weight("b", DType::BFloat16, 1 << 24, steps));
+    let mut out = Vec::from(weight("a", DType::Float32, 0, steps, true));
+    out.extend(weight("b", DType::BFloat16, 1 << 24, steps, true));
+    out.extend(weight("c", DType::BFloat16, 1 << 25, steps, false));
     out
 }
 
 /// A weight and its moments, the first of which is in bf16.
-fn weight(name: &str, dtype: DType, seed: u32, steps: u32) -> [Tensor; 3] {
+fn weight(name: &str, dtype: DType, seed: u32, steps: u32, exactly: bool) -> [Tensor; 3] {
     let noise = |i: u32, k: u32| {
         let x = u64::from(i + seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(k) << 40;
         ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as f32 / (1 << 24) as f32 - 0.5
@@ -23,7 +25,8 @@ fn weight(name: &str, dtype: DType, seed: u32, steps: u32) -> [Tensor; 3] {
     let first = |i: u32, step: u32| 0.01 * noise(i, 10 + step) * (6.0 * noise(i, 1)).exp();
     let second = |i: u32| 1e-5 * (3.0 * noise(i, 2)).exp();
     let weight = |i: u32| {
-        let update = |step| 3e-4 * first(i, step) / second(i).sqrt();
+        let more = |step| if exactly { 1.0 } else { (3.0 * noise(i, 100 + step)).exp() };
+        let update = |step| more(step) * 3e-4 * first(i, step) / second(i).sqrt();
         0.1 * noise(i, 3) - (1..=steps).map(update).sum::<f32>()
     };
     let n = 300_000u32;
@@ -45,7 +48,7 @@ fn weight(name: &str, dtype: DType, seed: u32, steps: u32) -> [Tensor; 3] {
 fn roles() -> Roles {
     let kinds = [RoleKind::Weight, RoleKind::ExpAvg, RoleKind::ExpAvgSq];
     let row = |i: u32| Role { tensor: i, parameter: i / 3, kind: kinds[i as usize % 3], group: 0 };
-    Roles { tensors: (0..6).map(row).collect(), groups: vec![BTreeMap::new()] }
+    Roles { tensors: (0..9).map(row).collect(), groups: vec![BTreeMap::new()] }
 }
 
 fn write(path: &Path, sources: &[TensorSource<'_>], options: WriteOptions) {
@@ -53,6 +56,12 @@ fn write(path: &Path, sources: &[TensorSource<'_>], options: WriteOptions) {
     writer.declare(roles()).unwrap();
     writer.write(sources).unwrap();
     writer.finish(Default::default()).unwrap();
+}
+
+/// How many weights are predicted by a step, and how many have contexts from updates.
+fn told(reader: &Reader) -> (usize, usize) {
+    let count = |start: &str| plans(reader).iter().filter(|p| p.starts_with(start)).count();
+    (count("step sub"), count("parent descent"))
 }
 
 #[test]
@@ -67,13 +76,12 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     write(&path("host"), &mixed(&later, &[], 0), against());
     let reader = Reader::open(path("host").as_path().into(), Default::default()).unwrap();
     reader.set_parent(Arc::clone(&base)).unwrap();
-    let told = plans(&reader).iter().filter(|p| p.starts_with("parent descent")).count();
-    assert_eq!(told, 2, "{:?}", plans(&reader));
+    assert_eq!(told(&reader), (2, 1), "{:?}", plans(&reader));
     let buffers: Vec<_> = later.iter().map(|t| gpu.upload(&t.data)).collect();
-    for places in [0b111111, 0b110110, 0b001001, 0b010101] {
+    for places in [0b111_111_111, 0b110_110_110, 0b001_001_001, 0b101_010_101] {
         write(&path("there"), &mixed(&later, &buffers, places), gpu.with(against()));
         let same = std::fs::read(path("host")).unwrap() == std::fs::read(path("there")).unwrap();
-        assert!(same, "{places:06b}");
+        assert!(same, "{places:09b}");
     }
     for (t, back) in later.iter().zip(read_on(&gpu, &reader, &later)) {
         assert!(back == t.data, "{}: to the device", t.name);
@@ -88,7 +96,7 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     let chunks = gpu.engine.chunks();
     assert!(chunks.device > 0 && chunks.host + chunks.refused == 0, "{chunks:?}");
     // Without their moments, weights are left to the host.
-    for wanted in [&[0, 3][..], &[0, 1], &[3, 5]] {
+    for wanted in [&[0, 3, 6][..], &[0, 1, 6], &[3, 5]] {
         let there: Vec<_> = wanted.iter().map(|&i| gpu.upload(&tensors[i].data)).collect();
         let requests: Vec<_> = wanted.iter().copied().zip(there.iter().map(memory)).collect();
         let left = reader.apply_into_device(&gpu.engine, &requests).unwrap();
@@ -133,8 +141,7 @@ fn many_tensors_on_a_device_make_the_file_of_the_host() {
     assert!(std::fs::read(path("host")).unwrap() == std::fs::read(path("there")).unwrap());
     let reader = Reader::open(path("there").as_path().into(), Default::default()).unwrap();
     reader.set_parent(base).unwrap();
-    let told = plans(&reader).iter().filter(|p| p.starts_with("parent descent")).count();
-    assert_eq!(told, 2, "{:?}", plans(&reader));
+    assert_eq!(told(&reader), (2, 1), "{:?}", plans(&reader));
 }
 
 /// The weights of every checkpoint of a chain are coded with that checkpoint's moments.
@@ -150,13 +157,12 @@ fn chains_of_weights_that_are_told_come_back_on_the_device() {
             || WriteOptions { parent: parent.clone().map(|p| p as _), ..WriteOptions::default() };
         write(&host, &mixed(&tensors, &[], 0), options());
         let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
-        write(&there, &mixed(&tensors, &buffers, 0b111111), gpu.with(options()));
+        write(&there, &mixed(&tensors, &buffers, 0b111_111_111), gpu.with(options()));
         assert!(std::fs::read(&host).unwrap() == std::fs::read(&there).unwrap(), "{step}");
         let reader = Reader::open(host.as_path().into(), Default::default()).unwrap();
         if let Some(parent) = parent {
             reader.set_parent(parent).unwrap();
-            let told = plans(&reader).iter().filter(|p| p.starts_with("parent descent")).count();
-            assert_eq!(told, 2, "{:?}", plans(&reader));
+            assert_eq!(told(&reader), (2, 1), "{:?}", plans(&reader));
         }
         for (t, back) in tensors.iter().zip(read_on(&gpu, &reader, &tensors)) {
             assert!(back == t.data, "{}: step {step}", t.name);

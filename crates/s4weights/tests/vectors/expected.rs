@@ -88,7 +88,8 @@ fn golden_files_hold_what_is_written_down() {
         return;
     }
     let packed = ["packed/predicted", "packed/blended", "packed/updated"];
-    for folder in ["chain", "predicted", "updated", "blended", "same"].into_iter().chain(packed) {
+    let others = ["chain", "predicted", "updated", "told", "stepped", "blended", "same"];
+    for folder in others.into_iter().chain(packed) {
         let [base, delta] = ["base", "delta"].map(|name| format!("{folder}/{name}.s4w"));
         let parent = open(&root.join(&base), None);
         let mut of_delta = facts(&open(&root.join(&delta), Some(&parent)));

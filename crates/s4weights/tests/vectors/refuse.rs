@@ -73,6 +73,14 @@ impl Parts {
         file
     }
 
+    /// Adds a plan, and a parent of depth 16.
+    fn at_depth_17(&mut self, plan: &str) {
+        self.json(NO_PLAN, &format!("{NO_PLAN},{plan}"));
+        let hash = Digest::of(b"").to_string();
+        let parent = format!(r#""form":"tensors","parent":{{"manifest":"{hash}","depth":16}}"#);
+        self.json(r#""form":"tensors""#, &parent);
+    }
+
     fn json(&mut self, from: &str, to: &str) {
         assert!(self.manifest.contains(from), "{from} in {}", self.manifest);
         self.manifest = self.manifest.replacen(from, to, 1);
@@ -153,10 +161,19 @@ const NO_PLAN: &str = r#"{"predictor":0,"residual":0,"layout":3}"#;
 
 /// A plan with contexts `update` and these moments.
 fn update_plan(moments: &[u32]) -> String {
-    let own: String = moments.iter().map(|n| format!(r#",{{"tensor":{n}}}"#)).collect();
-    let parent = format!(r#"{{"manifest":"{}","tensor":0}}"#, Digest::of(b""));
     let plan = r#"{"predictor":1,"residual":4,"layout":1"#;
-    format!(r#"{plan},"inputs":[{parent}{own}],"contexts":2}}"#)
+    format!(r#"{plan},"inputs":{},"contexts":2}}"#, inputs(moments))
+}
+
+/// A plan with predictor `step` and these moments.
+fn step_plan(moments: &[u32]) -> String {
+    format!(r#"{{"predictor":6,"residual":2,"layout":1,"inputs":{}}}"#, inputs(moments))
+}
+
+/// A parent's tensor, and these moments.
+fn inputs(moments: &[u32]) -> String {
+    let own: String = moments.iter().map(|n| format!(r#",{{"tensor":{n}}}"#)).collect();
+    format!(r#"[{{"manifest":"{}","tensor":0}}{own}]"#, Digest::of(b""))
 }
 
 /// Cases of the small file: four bfloat16 values in a pack, one plain chunk.
@@ -232,8 +249,8 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
         let listed = r#""form":"tensors","closed_codecs":[{"codec":4,"library_major":1}]"#;
         p.json(r#""form":"tensors""#, listed);
     }),
-    ("plan-reserved-predictor", "unsupported", "predictor 6, `step`, is reserved", |p| {
-        p.json(r#""predictor":0"#, r#""predictor":6"#);
+    ("plan-unknown-predictor", "unsupported", "predictor 9 is unknown", |p| {
+        p.json(r#""predictor":0"#, r#""predictor":9"#);
     }),
     ("plan-unknown-contexts", "unsupported", "contexts 9 are unknown", |p| {
         p.json(r#""layout":3"#, r#""layout":3,"contexts":9"#);
@@ -263,10 +280,19 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
         p.json(NO_PLAN, &update_plan(&[0, 0]).replace(r#","contexts":2"#, ""));
     }),
     ("manifest-update-too-deep", "limit", "contexts `update` at depth 17", |p| {
-        p.json(NO_PLAN, &format!("{NO_PLAN},{}", update_plan(&[0, 0])));
-        let hash = Digest::of(b"").to_string();
-        let parent = format!(r#""form":"tensors","parent":{{"manifest":"{hash}","depth":16}}"#);
-        p.json(r#""form":"tensors""#, &parent);
+        p.at_depth_17(&update_plan(&[0, 0]));
+    }),
+    ("plan-step-without-moments", "corrupt", "predictor `step` with one moment", |p| {
+        p.json(NO_PLAN, &step_plan(&[0]));
+    }),
+    ("plan-step-xor", "corrupt", "predictor `step` with residual `xor`", |p| {
+        p.json(NO_PLAN, &step_plan(&[0, 0]).replace(r#""residual":2"#, r#""residual":1"#));
+    }),
+    ("plan-step-with-contexts", "corrupt", "predictor `step` with contexts", |p| {
+        p.json(NO_PLAN, &step_plan(&[0, 0]).replace("]}", r#"],"contexts":2}"#));
+    }),
+    ("manifest-step-too-deep", "limit", "predictor `step` at depth 17", |p| {
+        p.at_depth_17(&step_plan(&[0, 0]));
     }),
     ("table-pack-has-inputs", "corrupt", "the pack's plan has an input", |p| {
         let plan = r#""predictor":3,"residual":1,"inputs":[{"tensor":0}]"#;

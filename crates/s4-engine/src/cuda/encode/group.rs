@@ -34,6 +34,8 @@ pub(super) struct Member {
     /// the statuses of their frames.
     pub(super) parent: u64,
     pub(super) statuses: (usize, usize),
+    /// Whether it is predicted from moments, or has contexts from them.
+    pub(super) by_moments: bool,
     /// Bytes that copies of its moments take, and the addresses of the moments' values on the
     /// device; 0: they must not be used.
     pub(super) moments_room: u64,
@@ -113,6 +115,11 @@ impl Member {
     /// Room for the copy.
     pub(super) fn copy_room(&self) -> u64 {
         if self.fixed { 0 } else { self.bytes.next_multiple_of(ALIGN as u64) }
+    }
+
+    /// Whether the kernels need its moments.
+    pub(super) fn has_moments(&self) -> bool {
+        self.by_moments && self.route.is_some()
     }
 
     /// Bytes of its input's values.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use s4_codec_gpu::abi::{self, Route};
+use s4_codec_gpu::abi;
 use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
 
@@ -267,7 +267,7 @@ impl<'a> EncodeQueue<'a> {
         let mut on_host = vec![];
         for number in 0..group.members.len() {
             let member = group.members[number];
-            if member.route != Some(Route::Update) {
+            if !member.has_moments() {
                 continue;
             }
             let tensor = member.tensor;

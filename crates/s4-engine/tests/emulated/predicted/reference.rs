@@ -364,7 +364,7 @@ impl Case {
                 let columns = self.offsets.iter().flat_map(|o| &o.cols);
                 columns.flat_map(|v| v.to_le_bytes()).collect()
             },
-            update: vec![],
+            by_moments: vec![],
             in_place,
         }
     }

@@ -1,0 +1,256 @@
+//! The constants of an optimizer's step, fitted to a sample.
+
+use std::hint::black_box;
+
+use s4_format::{DType, Error, Result};
+use s4_planes::StepFactors;
+use s4_predict::Step;
+use s4_predict::update::float_bits;
+
+use super::MomentSample;
+use crate::CpuEngine;
+
+/// How many values of the sample the constants are first fitted to, and then, if they fit.
+const FIRST: usize = 512;
+const MOST: usize = 4096;
+/// Rounds of a fit: the first may be misled by values that no step explains.
+const ROUNDS: usize = 4;
+/// What PyTorch adds to roots, if the optimizer's group does not say.
+const EPSILON: f64 = 1e-8;
+/// Values further off than so many times the median are left out of the next round.
+const OUTLIERS: f64 = 8.0;
+/// A step must explain this many bits of a difference, on average, for its cost to be estimated.
+const EXPLAINED: f64 = 0.5;
+
+/// What one value of a sample says of the constants, relative to its size.
+struct Seen {
+    /// The difference from the parent.
+    change: f64,
+    /// The parent.
+    weight: f64,
+    /// First moment, and root of the second.
+    first: f64,
+    root: f64,
+}
+
+impl CpuEngine {
+    /// The step that takes a parent's values to those of the sample; `None` if it is not an optimizer's.
+    ///
+    /// # Errors
+    /// `Corrupt` if the numbers of values differ.
+    pub(super) fn fit_step(
+        &self,
+        dtype: DType,
+        (values, parent): (&[u8], &[u8]),
+        moments: &[MomentSample<'_>; 2],
+        epsilon: Option<f64>,
+    ) -> Result<Option<Step>> {
+        let dtypes = moments.each_ref().map(|m| m.dtype);
+        let all = [dtype, dtype, dtypes[0], dtypes[1]].map(float_bits);
+        if all.contains(&None) || !rounds_to_nearest() {
+            return Ok(None);
+        }
+        let n = values.len() / dtype.value_width();
+        let mut floats = [vec![], vec![], vec![], vec![]];
+        let given = [values, parent, moments[0].values, moments[1].values];
+        for ((to, bits), values) in floats.iter_mut().zip(all.into_iter().flatten()).zip(given) {
+            if values.len() != n * bits.width().bytes() {
+                return Err(Error::corrupt("a sample of other values than its moments'"));
+            }
+            to.resize(n, 0.0);
+            self.kernels.to_floats(bits, values, to);
+        }
+        let mut start = Constants { keep: 0.0, rate: 0.0, epsilon: epsilon.unwrap_or(EPSILON) };
+        for most in [FIRST, MOST] {
+            let seen = seen(&floats, most);
+            let Some(found) = fit(&seen, start) else { return Ok(None) };
+            if !found.explains(&seen, dtype) {
+                return Ok(None);
+            }
+            start = found;
+        }
+        let Constants { keep, rate, epsilon } = start;
+        // What is too small to be a constant changes nothing.
+        let single = |x: f64| if x.abs() < 1e-37 { 0.0 } else { x as f32 };
+        let factors = StepFactors {
+            keep: single(1.0 + keep),
+            rate: single(rate),
+            epsilon: single(epsilon.max(0.0)),
+        };
+        Ok(factors.are_valid().then_some(Step { factors, moments: dtypes }))
+    }
+}
+
+/// The constants of a step: a weight changes by `keep` of itself less `rate * first / (root + epsilon)`.
+#[derive(Debug, Clone, Copy)]
+struct Constants {
+    keep: f64,
+    rate: f64,
+    epsilon: f64,
+}
+
+impl Constants {
+    /// The part of a value's change that is not explained.
+    fn rest(&self, s: &Seen) -> f64 {
+        s.change - self.keep * s.weight + self.rate * s.first / (s.root + self.epsilon)
+    }
+
+    /// Whether they explain at least [`EXPLAINED`] bits of the differences.
+    fn explains(&self, seen: &[Seen], dtype: DType) -> bool {
+        // Nothing below a rounded value's own error counts.
+        let least = match dtype {
+            DType::BFloat16 => 2f64.powi(-9),
+            DType::Float16 => 2f64.powi(-12),
+            _ => 2f64.powi(-25),
+        };
+        let bits = |x: f64| (x.abs() / least).max(1.0).log2();
+        let saved: f64 = seen.iter().map(|s| bits(s.change) - bits(self.rest(s))).sum();
+        saved > EXPLAINED * seen.len() as f64
+    }
+}
+
+/// Up to `most` values of a sample that tell something: those that are not zero, infinite or NaN.
+fn seen(floats: &[Vec<f32>; 4], most: usize) -> Vec<Seen> {
+    let [values, parent, first, second] = floats;
+    let step = values.len().div_ceil(most).max(1);
+    let mut out = vec![];
+    for i in (0..values.len()).step_by(step) {
+        let [x, p, m, v] = [values[i], parent[i], first[i], second[i]].map(f64::from);
+        let size = x.abs().max(p.abs());
+        let all = [x, p, m, v].into_iter().all(f64::is_finite);
+        if all && size > 1e-30 && v >= 0.0 {
+            let (change, weight) = ((x - p) / size, p / size);
+            out.push(Seen { change, weight, first: m / size, root: v.sqrt() });
+        }
+    }
+    out
+}
+
+/// The constants by least squares, from those of an earlier fit; `None` if the values do not determine them.
+fn fit(seen: &[Seen], start: Constants) -> Option<Constants> {
+    let mut found = start;
+    let mut limit = f64::INFINITY;
+    if seen.is_empty() {
+        return None;
+    }
+    for _ in 0..ROUNDS {
+        let mut sums = [[0.0; 4]; 3];
+        for s in seen.iter().filter(|s| found.rest(s).abs() <= limit) {
+            let quotient = s.first / (s.root + found.epsilon);
+            // What a larger epsilon would change; not known before there is a rate.
+            let by_epsilon = found.rate * quotient / (s.root + found.epsilon);
+            let row = [s.weight, -quotient, by_epsilon, s.change];
+            if row.iter().all(|x| x.is_finite()) {
+                for (sums, x) in sums.iter_mut().zip(row) {
+                    sums.iter_mut().zip(row).for_each(|(sum, y)| *sum += x * y);
+                }
+            }
+        }
+        let [keep, rate, more] = solve(sums)?;
+        // A root is of no use below zero, and far above the old one the derivative says nothing.
+        let epsilon = (found.epsilon + more).clamp(found.epsilon / 16.0, found.epsilon * 16.0);
+        found = Constants { keep, rate, epsilon };
+        let mut rests: Vec<f64> = seen.iter().map(|s| found.rest(s).abs()).collect();
+        let middle = rests.len() / 2;
+        limit = OUTLIERS * *rests.select_nth_unstable_by(middle, f64::total_cmp).1;
+    }
+    [found.keep, found.rate, found.epsilon].into_iter().all(f64::is_finite).then_some(found)
+}
+
+/// Solves three linear equations, whose last column is the right side. An unknown that they do not determine is 0;
+/// `None` if they determine none.
+fn solve(mut rows: [[f64; 4]; 3]) -> Option<[f64; 3]> {
+    // Unknowns in units that make the diagonal ones.
+    let units = [0, 1, 2].map(|i| rows[i][i].sqrt());
+    let known = |i: usize| units[i] > 0.0 && units[i].is_finite();
+    for (i, row) in rows.iter_mut().enumerate() {
+        for (j, x) in row.iter_mut().enumerate() {
+            let unit = units[i] * units.get(j).copied().unwrap_or(1.0);
+            *x = if unit > 0.0 && unit.is_finite() { *x / unit } else { 0.0 };
+        }
+    }
+    let mut out = [0.0; 3];
+    let mut used = [false; 3];
+    for i in 0..3 {
+        // The matrix is symmetric and has no negative eigenvalues: no pivot needs to be searched.
+        if !known(i) || rows[i][i] < 1e-12 {
+            continue;
+        }
+        used[i] = true;
+        let pivot = rows[i];
+        for (_, row) in rows.iter_mut().enumerate().filter(|(k, _)| *k != i) {
+            let part = row[i] / pivot[i];
+            row.iter_mut().zip(pivot).for_each(|(x, y)| *x -= part * y);
+        }
+    }
+    for i in (0..3).filter(|i| used[*i]) {
+        out[i] = rows[i][3] / rows[i][i] / units[i];
+    }
+    used.contains(&true).then_some(out)
+}
+
+/// Whether this thread's arithmetic rounds as that of a reader will.
+fn rounds_to_nearest() -> bool {
+    let [one, less, more] = [1.0, 0.25 * f32::EPSILON, 0.75 * f32::EPSILON].map(black_box);
+    one + less == 1.0 && -one - less == -1.0 && one + more == 1.0 + f32::EPSILON
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values like those of a training run, with the given constants, in full precision.
+    fn like(constants: Constants, n: usize) -> Vec<Seen> {
+        let noise = |i: usize, k: u32| {
+            let x = (i as u64 * 4 + u64::from(k) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            f64::from((x >> 40) as u32) / f64::from(1 << 24) - 0.5
+        };
+        let of = |i: usize| {
+            let (weight, first) = (0.04 * noise(i, 0), 1e-5 * noise(i, 1));
+            let root = 1e-6 + 1e-5 * (noise(i, 2) + 0.5);
+            let change =
+                constants.keep * weight - constants.rate * first / (root + constants.epsilon);
+            let size = weight.abs().max((weight + change).abs());
+            Seen { change: change / size, weight: weight / size, first: first / size, root }
+        };
+        (0..n).map(of).collect()
+    }
+
+    #[test]
+    fn constants_are_found_beside_values_that_no_step_explains() {
+        for epsilon in [1e-8, 3e-9, 1e-7] {
+            let real = Constants { keep: -3e-5, rate: 3e-4, epsilon };
+            let mut seen = like(real, 4000);
+            for s in seen.iter_mut().step_by(50) {
+                s.change += 1.0;
+            }
+            let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }).unwrap();
+            let near = |a: f64, b: f64, most: f64| (a / b - 1.0).abs() < most;
+            assert!(near(found.rate, real.rate, 1e-6), "{found:?}");
+            assert!(near(1.0 + found.keep, 1.0 + real.keep, 1e-9), "{found:?}");
+            assert!(near(found.epsilon, real.epsilon, 1e-2), "{found:?}");
+            assert!(found.explains(&seen, DType::Float32));
+        }
+    }
+
+    #[test]
+    fn nothing_is_found_where_nothing_changes_or_by_chance() {
+        let still = like(Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }, 1000);
+        let start = Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 };
+        let found = fit(&still, start);
+        assert!(found.is_none_or(|found| !found.explains(&still, DType::Float32)));
+        let mut any = like(Constants { keep: -3e-5, rate: 3e-4, epsilon: 1e-8 }, 1000);
+        let n = any.len();
+        for i in 0..n {
+            any[i].change = any[(i * 7 + 3) % n].change;
+        }
+        let found = fit(&any, start);
+        assert!(found.is_none_or(|found| !found.explains(&any, DType::Float32)));
+        assert!(fit(&[], start).is_none());
+    }
+
+    #[test]
+    fn this_thread_rounds_to_nearest() {
+        assert!(rounds_to_nearest());
+    }
+}

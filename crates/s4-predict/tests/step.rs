@@ -1,0 +1,58 @@
+//! Predictor `step` as its page describes it.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use s4_format::DType;
+use s4_format::side::{Side, SideKind};
+use s4_planes::{FloatBits, Kernels, Simd, StepFactors, Width};
+use s4_predict::{Predict, Predicted, Step, Steps, Tensor};
+
+const PAGE: &str = include_str!("../../../docs/predictors/step.md");
+
+/// The hexadecimal number at the start of a table cell.
+fn hex(cell: &str) -> u32 {
+    let digits = cell.trim().trim_start_matches('`').split('`').next().unwrap();
+    u32::from_str_radix(digits, 16).unwrap()
+}
+
+#[test]
+fn the_example_of_the_specification() {
+    let bytes = |line: &str| -> Option<Vec<u8>> {
+        let bytes = line.strip_prefix("    ")?.split_whitespace();
+        bytes.map(|byte| u8::from_str_radix(byte, 16).ok()).collect()
+    };
+    let side_data = PAGE.lines().find_map(bytes).unwrap();
+    let step = Step::parse(&side_data).unwrap();
+    let factors = StepFactors { keep: 0.99997, rate: 0.0003, epsilon: 1e-8 };
+    assert_eq!(step, Step { factors, moments: [DType::Float32, DType::BFloat16] });
+    let rows = PAGE.lines().skip_while(|line| !line.starts_with("| p | m | v |")).skip(2);
+    let rows: Vec<Vec<&str>> = rows
+        .take_while(|line| line.starts_with('|'))
+        .map(|line| line.trim_matches('|').split('|').collect())
+        .collect();
+    assert_eq!(rows.len(), 4);
+    let column = |i: usize| rows.iter().map(move |row| hex(row[i]));
+    let wide = |i| column(i).flat_map(u32::to_le_bytes).collect::<Vec<u8>>();
+    let second: Vec<u8> = column(2).flat_map(|x| (x as u16).to_le_bytes()).collect();
+    let (parent, first, expected, stored, residuals) =
+        (wide(0), wide(1), wide(4), wide(5), wide(6));
+    let mut side = Side::default();
+    side.push(SideKind::STEP, side_data).unwrap();
+    let tensor = Tensor { dtype: DType::Float32, shape: &[4], side: &side };
+    for kernels in Simd::available().map(Kernels::new) {
+        let mut out = [99; 16];
+        let inputs: [&[u8]; 3] = [&parent, &first, &second];
+        let predicted = Steps.predict(kernels, &tensor, 0, &inputs, &mut out).unwrap();
+        assert_eq!((predicted, &out[..]), (Predicted::Written, &expected[..]));
+        let mut values = stored.clone();
+        kernels.sub_values(Width::B4, &mut values, &out);
+        assert_eq!(values, residuals);
+        let mut quotients = [0.0; 4];
+        let moments = [(FloatBits::Float32, &first[..]), (FloatBits::BFloat16, &second[..])];
+        kernels.update_quotients(factors.epsilon, moments, &mut quotients);
+        assert!(quotients.iter().zip(column(3)).all(|(q, bits)| q.to_bits() == bits));
+        assert!(Steps.predict(kernels, &tensor, 0, &inputs[..2], &mut out).is_err());
+        let bare = Tensor { side: &Side::default(), ..tensor };
+        assert!(Steps.predict(kernels, &bare, 0, &inputs, &mut out).is_err());
+    }
+}
