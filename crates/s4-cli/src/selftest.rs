@@ -2,6 +2,7 @@
 
 mod gpu;
 mod library;
+mod steps;
 
 use std::sync::{Arc, Mutex};
 

@@ -1,10 +1,12 @@
 //! Compares every CUDA device with the processor: the frames are the same, and values come back both ways.
 
+use std::sync::Arc;
+
 use s4_engine::cuda::testing::{CodedTensor, Copies};
 use s4weights::cuda::{Cuda, CudaEngine, CudaOptions, DeviceInfo};
 use s4weights::{CpuEngine, DType, Preset, Simd, TensorView, adversarial};
 
-use super::library;
+use super::{library, steps};
 use crate::error::{Failure, Result};
 
 /// Elements of a pattern: one, a part of a segment, one segment, and more than one chunk even of
@@ -82,7 +84,7 @@ fn test_device(
     fault: Option<Fault>,
 ) -> Result<String> {
     let options = CudaOptions { simd, ..CudaOptions::default() };
-    let engine = CudaEngine::new(cuda.clone(), options);
+    let engine = Arc::new(CudaEngine::new(cuda.clone(), options));
     let both = Both { engine, cpu: CpuEngine::new(simd), ordinal: device.ordinal };
     if matches!(fault, Some(Fault::LibraryFrame | Fault::LibraryValues)) {
         return library::compare(&both.engine, device, simd, fault);
@@ -95,6 +97,7 @@ fn test_device(
             count += cases.len();
         }
     }
+    let steps = steps::compare(&both.engine, device.ordinal, simd)?;
     let chunks = both.engine.chunks();
     if chunks.refused > 0 || chunks.device == 0 {
         return Err(Failure::Test(format!(
@@ -105,7 +108,7 @@ fn test_device(
     let library = library::compare(&both.engine, device, simd, None)?;
     Ok(format!(
         "selftest passed on {} (device {}): {count} tensors of {} dtypes, encoded and decoded on both \
-         sides; {} chunks by the device, {} by the processor for codecs that devices lack\n{library}",
+         sides; {steps} tensors of an optimizer's step; {} chunks by the device, {} by the processor for codecs that devices lack\n{library}",
         device.name,
         device.ordinal,
         DType::ALL.len(),
@@ -133,7 +136,7 @@ pub(super) fn cases(dtype: DType, preset: Preset) -> Vec<Case> {
 
 /// A device and the processor.
 struct Both {
-    engine: CudaEngine,
+    engine: Arc<CudaEngine>,
     cpu: CpuEngine,
     ordinal: u32,
 }

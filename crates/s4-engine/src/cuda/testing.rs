@@ -126,19 +126,39 @@ impl<'a> Copies<'a> {
         Ok(Self { engine, device, stream, pool })
     }
 
-    fn upload(&self, bytes: &[u8]) -> Result<DeviceBuffer> {
+    /// Copies bytes to new memory of the device.
+    ///
+    /// # Errors
+    /// `Gpu`.
+    pub fn upload(&self, bytes: &[u8]) -> Result<DeviceBuffer> {
         let buffer = self.pool.alloc(&self.stream, bytes.len() as u64, "a copy of a tensor")?;
+        self.overwrite(&buffer, bytes)?;
+        Ok(buffer)
+    }
+
+    /// Copies bytes to memory of the device, as many as it has.
+    ///
+    /// # Errors
+    /// `Gpu`; `Argument` if the sizes differ.
+    pub fn overwrite(&self, buffer: &DeviceBuffer, bytes: &[u8]) -> Result<()> {
+        if buffer.bytes() != bytes.len() as u64 {
+            let what = format!("{} bytes for a buffer of {}", bytes.len(), buffer.bytes());
+            return Err(GpuError::Argument(what).into());
+        }
         let pinned = Pinned::new(&self.device, bytes.len())?;
-        // SAFETY: memory that only this call knows; the copy is waited for.
+        // SAFETY: memory that the caller and this type alone know; the copy is waited for.
         unsafe {
             pinned.slice_mut(0, bytes.len()).copy_from_slice(bytes);
             self.stream.copy_to_device(&pinned, 0, bytes.len(), buffer.address())?;
         }
-        self.stream.synchronize()?;
-        Ok(buffer)
+        Ok(self.stream.synchronize()?)
     }
 
-    fn download(&self, buffer: &DeviceBuffer) -> Result<Vec<u8>> {
+    /// Copies the bytes of memory of the device to the host.
+    ///
+    /// # Errors
+    /// `Gpu`.
+    pub fn download(&self, buffer: &DeviceBuffer) -> Result<Vec<u8>> {
         let len = usize::try_from(buffer.bytes()).unwrap_or(usize::MAX);
         let pinned = Pinned::new(&self.device, len)?;
         // SAFETY: as above.
@@ -149,7 +169,8 @@ impl<'a> Copies<'a> {
         }
     }
 
-    fn memory(&self, buffer: &DeviceBuffer) -> DeviceMemory {
+    /// The memory, for a call of the engine that the buffer outlives.
+    pub fn memory(&self, buffer: &DeviceBuffer) -> DeviceMemory {
         // SAFETY: the buffers outlive the engine's call that they are made for, and are used by
         // nothing else meanwhile; what was queued before was waited for.
         unsafe { DeviceMemory::new(self.device.ordinal(), buffer.address(), buffer.bytes(), 0) }

@@ -13,7 +13,7 @@ use crate::CpuEngine;
 /// How many values of the sample the constants are first fitted to, and then, if they fit.
 const FIRST: usize = 512;
 const MOST: usize = 4096;
-/// Rounds of a fit: the first may be misled by values that no step explains.
+/// Rounds of a fit: each leaves out what the one before found to be far off.
 const ROUNDS: usize = 4;
 /// What PyTorch adds to roots, if the optimizer's group does not say.
 const EPSILON: f64 = 1e-8;
@@ -129,15 +129,18 @@ fn seen(floats: &[Vec<f32>; 4], most: usize) -> Vec<Seen> {
 /// The constants by least squares, from those of an earlier fit; `None` if the values do not determine them.
 fn fit(seen: &[Seen], start: Constants) -> Option<Constants> {
     let mut found = start;
-    let mut limit = f64::INFINITY;
-    if seen.is_empty() {
-        return None;
-    }
+    // Before there is a rate, large quotients are left out: one that no step explains would outweigh all others.
+    let size = |s: &Seen, found: &Constants| match found.rate == 0.0 {
+        true => (s.first / (s.root + found.epsilon)).abs(),
+        false => found.rest(s).abs(),
+    };
     for _ in 0..ROUNDS {
+        let sizes = seen.iter().map(|s| size(s, &found)).filter(|size| size.is_finite());
+        let limit = OUTLIERS * median(sizes.collect())?;
         let mut sums = [[0.0; 4]; 3];
-        for s in seen.iter().filter(|s| found.rest(s).abs() <= limit) {
+        for s in seen.iter().filter(|s| size(s, &found) <= limit) {
             let quotient = s.first / (s.root + found.epsilon);
-            // What a larger epsilon would change; not known before there is a rate.
+            // What a larger epsilon would change.
             let by_epsilon = found.rate * quotient / (s.root + found.epsilon);
             let row = [s.weight, -quotient, by_epsilon, s.change];
             if row.iter().all(|x| x.is_finite()) {
@@ -150,11 +153,16 @@ fn fit(seen: &[Seen], start: Constants) -> Option<Constants> {
         // A root is of no use below zero, and far above the old one the derivative says nothing.
         let epsilon = (found.epsilon + more).clamp(found.epsilon / 16.0, found.epsilon * 16.0);
         found = Constants { keep, rate, epsilon };
-        let mut rests: Vec<f64> = seen.iter().map(|s| found.rest(s).abs()).collect();
-        let middle = rests.len() / 2;
-        limit = OUTLIERS * *rests.select_nth_unstable_by(middle, f64::total_cmp).1;
     }
     [found.keep, found.rate, found.epsilon].into_iter().all(f64::is_finite).then_some(found)
+}
+
+/// The middle of some numbers; `None` if there are none.
+fn median(mut numbers: Vec<f64>) -> Option<f64> {
+    let middle = numbers.len() / 2;
+    let found =
+        (!numbers.is_empty()).then(|| numbers.select_nth_unstable_by(middle, f64::total_cmp));
+    found.map(|(_, median, _)| *median)
 }
 
 /// Solves three linear equations, whose last column is the right side. An unknown that they do not determine is 0;
@@ -221,8 +229,12 @@ mod tests {
         for epsilon in [1e-8, 3e-9, 1e-7] {
             let real = Constants { keep: -3e-5, rate: 3e-4, epsilon };
             let mut seen = like(real, 4000);
-            for s in seen.iter_mut().step_by(50) {
-                s.change += 1.0;
+            for (i, s) in seen.iter_mut().enumerate().step_by(20) {
+                match i % 3 {
+                    0 => s.change += 1.0,
+                    1 => s.first = 1e30,
+                    _ => s.root = 0.0,
+                }
             }
             let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }).unwrap();
             let near = |a: f64, b: f64, most: f64| (a / b - 1.0).abs() < most;
@@ -231,6 +243,20 @@ mod tests {
             assert!(near(found.epsilon, real.epsilon, 1e-2), "{found:?}");
             assert!(found.explains(&seen, DType::Float32));
         }
+    }
+
+    #[test]
+    fn constants_are_found_where_most_values_stay_the_same() {
+        let real = Constants { keep: -3e-5, rate: 3e-4, epsilon: 1e-8 };
+        let mut seen = like(real, 4000);
+        // Rounded to bf16, a value changes if its change reaches half of a unit in its last place.
+        for s in &mut seen {
+            let unit = 2f64.powi(-5);
+            s.change = (s.change / unit).round() * unit;
+        }
+        assert!(seen.iter().filter(|s| s.change == 0.0).count() > 2000);
+        let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }).unwrap();
+        assert!((found.rate / real.rate - 1.0).abs() < 0.2, "{found:?}");
     }
 
     #[test]

@@ -484,3 +484,55 @@ fn descriptors_and_streams_that_do_not_fit_are_refused() {
     }
     assert_ne!(other[0].0, OK);
 }
+
+#[test]
+fn steps_that_do_not_fit_are_refused() {
+    let dtypes = [DType::Float32, DType::BFloat16, DType::Float32];
+    let [now, before, m, v] = step(dtypes, 6000, true);
+    let factors = StepFactors { keep: 1.0, rate: 1e-4, epsilon: 0.0 };
+    let by = Step { factors, moments: [dtypes[1], dtypes[2]] };
+    let plan = forced_step(dtypes[0], by, LayoutId::BYTES, &[PlaneCoding::RANS8]);
+    let good = Case::new("good".into(), dtypes[0], plan, now, [before, m, v]).unwrap();
+    let wrong: [fn(&mut Predicted, &mut Vec<u8>, &mut u8); 8] = [
+        |_, parent, _| parent.clear(),
+        |p, _, _| p.offsets.clear(),
+        |p, _, _| p.columns.clear(),
+        |_, _, residual| *residual = ResidualId::XOR.0,
+        // Weights of another width, and types that are not floats.
+        |p, _, _| p.by_moments[12] = 1,
+        |p, _, _| p.by_moments[12] = 0,
+        |p, _, _| p.by_moments[13] = 4,
+        |p, _, _| p.by_moments[14] = 0,
+    ];
+    let encode = wrong.map(|change| {
+        let mut e = good.encode(0);
+        change(&mut e.predicted, &mut e.parent, &mut e.residual);
+        e
+    });
+    let mut decode = wrong.map(|change| {
+        let mut d = good.decode(0, false);
+        change(&mut d.predicted, &mut d.parent, &mut d.residual);
+        d
+    });
+    // Moments of other values.
+    let mut other = good.decode(0, false);
+    std::mem::swap(&mut other.parent, &mut other.predicted.columns);
+    let mut jobs = Jobs::new("steps-refused");
+    jobs.encode(&encode);
+    decode.iter_mut().for_each(|d| d.check = false);
+    jobs.decode(&decode);
+    jobs.decode(&[other]);
+    let answers = jobs.run();
+    let [Answers::Encoded(encoded), Answers::Decoded(decoded), Answers::Decoded(other)] =
+        &answers[..]
+    else {
+        panic!()
+    };
+    for (i, e) in encoded.iter().enumerate() {
+        assert_eq!(u32::from(e.status), UNSUPPORTED, "number {i}");
+    }
+    for (i, (status, _)) in decoded.iter().enumerate() {
+        assert_eq!(*status, UNSUPPORTED, "number {i}");
+    }
+    assert_ne!(other[0].0, OK);
+}
