@@ -507,17 +507,6 @@ impl Kernels {
         step::stepped(self, factors, values, out);
     }
 
-    /// Writes the quotients `first / (sqrt(second) + epsilon)` that [`Kernels::optimizer_step`] computes.
-    ///
-    /// # Panics
-    /// If the numbers of elements of `values` and `out` differ.
-    pub fn update_quotients(self, epsilon: f32, values: [(FloatBits, &[u8]); 2], out: &mut [f32]) {
-        for (bits, values) in values {
-            assert_eq!(check_elements(bits.width(), values.len()), out.len(), "quotients");
-        }
-        step::quotients(self, epsilon, values, out);
-    }
-
     /// Writes floats as fp32, which is exact.
     ///
     /// # Panics

@@ -31,29 +31,23 @@ impl StepFactors {
             && self.epsilon.is_sign_positive()
     }
 
-    /// What an update is multiplied by to change a weight, without the [`rate`](Self::rate): the first moment over the
-    /// root of the second, all as the bits of floats.
-    #[inline(always)]
-    fn quotient(&self, first: u32, second: u32) -> f32 {
-        let root = f32::from_bits(flushed(second)).sqrt();
-        let quotient = f32::from_bits(flushed(first)) / (root + self.epsilon);
-        f32::from_bits(flushed(quotient.to_bits()))
-    }
-
-    /// The bits of a weight after a step; its own bits if that is not finite.
+    /// The bits of a weight after a step, from those of all three; its own bits if that is not finite.
     #[inline(always)]
     fn stepped(&self, weight: u32, first: u32, second: u32) -> u32 {
-        let change = flushed((self.quotient(first, second) * self.rate).to_bits());
-        let kept = flushed((f32::from_bits(flushed(weight)) * self.keep).to_bits());
-        let after = flushed((f32::from_bits(kept) - f32::from_bits(change)).to_bits());
+        let [kept, first, second] =
+            [weight, first, second].map(|bits| flushed(f32::from_bits(bits)));
+        let quotient = flushed(first / (second.sqrt() + self.epsilon));
+        let after = flushed(flushed(kept * self.keep) - flushed(quotient * self.rate)).to_bits();
         if after & 0x7f80_0000 == 0x7f80_0000 { weight } else { after }
     }
 }
 
-/// The bits of a float, or of +0 if it is below 2^-125 in size.
+/// A float, or +0 if it is below 2^-125 in size.
 #[inline(always)]
-fn flushed(bits: u32) -> u32 {
-    if bits & 0x7fff_ffff < SMALLEST { 0 } else { bits }
+fn flushed(x: f32) -> f32 {
+    // Compared as bits, which no processor flushes.
+    let bits = x.to_bits();
+    f32::from_bits(if bits & 0x7fff_ffff < SMALLEST { 0 } else { bits })
 }
 
 /// The bits of an fp16 value as fp32.
@@ -125,23 +119,6 @@ vectorized! {
                 *w = factors.stepped(*w, *m, *v);
             }
             narrow(bits, weights, out);
-        }
-    }
-
-    /// Quotients of moments: see [`Kernels::update_quotients`].
-    fn quotients(epsilon: f32, values: [(FloatBits, &[u8]); 2], out: &mut [f32]) {
-        let mut blocks = [[0u32; BLOCK]; 2];
-        let factors = StepFactors { keep: 1.0, rate: 1.0, epsilon };
-        for (i, out) in out.chunks_mut(BLOCK).enumerate() {
-            let first = i * BLOCK;
-            for (block, (bits, values)) in blocks.iter_mut().zip(values) {
-                let width = bits.width().bytes();
-                widen(bits, &values[first * width..(first + out.len()) * width], block);
-            }
-            let [firsts, seconds] = &blocks;
-            for ((to, m), v) in out.iter_mut().zip(firsts).zip(seconds) {
-                *to = factors.quotient(*m, *v);
-            }
         }
     }
 

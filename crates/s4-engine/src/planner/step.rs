@@ -60,7 +60,9 @@ impl CpuEngine {
             to.resize(n, 0.0);
             self.kernels.to_floats(bits, values, to);
         }
-        let mut start = Constants { keep: 0.0, rate: 0.0, epsilon: epsilon.unwrap_or(EPSILON) };
+        // Whatever the role table says.
+        let epsilon = epsilon.filter(|e| (1e-30..1e3).contains(e)).unwrap_or(EPSILON);
+        let mut start = Constants { keep: 0.0, rate: 0.0, epsilon };
         for most in [FIRST, MOST] {
             let seen = seen(&floats, most);
             let Some(found) = fit(&seen, start) else { return Ok(None) };
@@ -72,11 +74,8 @@ impl CpuEngine {
         let Constants { keep, rate, epsilon } = start;
         // What is too small to be a constant changes nothing.
         let single = |x: f64| if x.abs() < 1e-37 { 0.0 } else { x as f32 };
-        let factors = StepFactors {
-            keep: single(1.0 + keep),
-            rate: single(rate),
-            epsilon: single(epsilon.max(0.0)),
-        };
+        let factors =
+            StepFactors { keep: single(1.0 + keep), rate: single(rate), epsilon: single(epsilon) };
         Ok(factors.are_valid().then_some(Step { factors, moments: dtypes }))
     }
 }
@@ -273,6 +272,32 @@ mod tests {
         let found = fit(&any, start);
         assert!(found.is_none_or(|found| !found.explains(&any, DType::Float32)));
         assert!(fit(&[], start).is_none());
+    }
+
+    #[test]
+    fn whatever_a_role_says_of_epsilon_the_step_is_found() {
+        let engine = CpuEngine::new(s4_planes::Simd::detect());
+        let real = Constants { keep: -3e-5, rate: 3e-4, epsilon: 1e-8 };
+        let mut all = [const { vec![] }; 4];
+        for s in like(real, 3000) {
+            // `like` gives values relative to their size, which may be anything.
+            let after = s.weight + s.change;
+            for (to, x) in all.iter_mut().zip([after, s.weight, s.first, s.root * s.root]) {
+                to.extend((x as f32).to_le_bytes());
+            }
+        }
+        let [values, parent, first, second] = &all;
+        let moment = |values| MomentSample { tensor: 1, dtype: DType::Float32, values };
+        let moments = [moment(first), moment(second)];
+        let hostile = [f64::NAN, -1e-8, 0.0, f64::INFINITY, f64::MAX, 1e-300, -f64::MAX];
+        for epsilon in hostile.map(Some).into_iter().chain([None, Some(1e-8), Some(1e-6)]) {
+            let found = engine.fit_step(DType::Float32, (values, parent), &moments, epsilon);
+            let rate = found.unwrap().map(|step| f64::from(step.factors.rate));
+            assert!(
+                rate.is_some_and(|rate| (rate / 3e-4 - 1.0).abs() < 1e-3),
+                "{epsilon:?}: {rate:?}"
+            );
+        }
     }
 
     #[test]
