@@ -1,6 +1,6 @@
 //! Predictor `step` as its page describes it.
 
-#![expect(clippy::unwrap_used, reason = "tests")]
+mod page;
 
 use s4_format::DType;
 use s4_format::side::{Side, SideKind};
@@ -9,37 +9,22 @@ use s4_predict::{Predict, Predicted, Step, Steps, Tensor};
 
 const PAGE: &str = include_str!("../../../docs/predictors/step.md");
 
-/// The hexadecimal number at the start of a table cell.
-fn hex(cell: &str) -> u32 {
-    let digits = cell.trim().trim_start_matches('`').split('`').next().unwrap();
-    u32::from_str_radix(digits, 16).unwrap()
-}
-
 #[test]
 fn the_example_of_the_specification() {
-    let bytes = |line: &str| -> Option<Vec<u8>> {
-        let bytes = line.strip_prefix("    ")?.split_whitespace();
-        bytes.map(|byte| u8::from_str_radix(byte, 16).ok()).collect()
-    };
-    let side_data = PAGE.lines().find_map(bytes).unwrap();
+    let side_data = page::side_data(PAGE);
     let step = Step::parse(&side_data).unwrap();
     let factors = StepFactors { keep: 0.99997, rate: 0.0003, epsilon: 1e-8 };
     assert_eq!(step, Step { factors, moments: [DType::Float32, DType::BFloat16] });
-    let rows = PAGE.lines().skip_while(|line| !line.starts_with("| p | m | v |")).skip(2);
-    let rows: Vec<Vec<&str>> = rows
-        .take_while(|line| line.starts_with('|'))
-        .map(|line| line.trim_matches('|').split('|').collect())
-        .collect();
-    assert_eq!(rows.len(), 4);
-    let column = |i: usize| rows.iter().map(move |row| hex(row[i]));
+    let rows = page::table(PAGE, 4);
+    let column = |i: usize| rows.iter().map(move |row| page::hex(row[i]));
     let wide = |i| column(i).flat_map(u32::to_le_bytes).collect::<Vec<u8>>();
     let second: Vec<u8> = column(2).flat_map(|x| (x as u16).to_le_bytes()).collect();
     let (parent, first, expected, stored, residuals) =
         (wide(0), wide(1), wide(4), wide(5), wide(6));
     for (i, quotient) in column(3).enumerate() {
-        let root = f32::from_bits(hex(rows[i][2]) << 16).sqrt();
+        let root = f32::from_bits(page::hex(rows[i][2]) << 16).sqrt();
         // The third of the first moments is taken for 0.
-        let first = if i == 2 { 0.0 } else { f32::from_bits(hex(rows[i][1])) };
+        let first = if i == 2 { 0.0 } else { f32::from_bits(page::hex(rows[i][1])) };
         assert_eq!((first / (root + factors.epsilon)).to_bits(), quotient, "{i}");
     }
     let mut side = Side::default();

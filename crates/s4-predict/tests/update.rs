@@ -1,6 +1,6 @@
 //! Contexts `update` as their page describes them.
 
-#![expect(clippy::unwrap_used, reason = "tests")]
+mod page;
 
 use s4_format::side::{Side, SideKind};
 use s4_format::{DType, LayoutId};
@@ -9,29 +9,14 @@ use s4_predict::{ContextModel, Known, Tensor, Update, Updates};
 
 const PAGE: &str = include_str!("../../../docs/predictors/update.md");
 
-/// The hexadecimal number at the start of a table cell.
-fn hex(cell: &str) -> u32 {
-    let digits = cell.trim().trim_start_matches('`').split('`').next().unwrap();
-    u32::from_str_radix(digits, 16).unwrap()
-}
-
 #[test]
 fn the_example_of_the_specification() {
-    let bytes = |line: &str| -> Option<Vec<u8>> {
-        let bytes = line.strip_prefix("    ")?.split_whitespace();
-        bytes.map(|byte| u8::from_str_radix(byte, 16).ok()).collect()
-    };
-    let side_data = PAGE.lines().find_map(bytes).unwrap();
+    let side_data = page::side_data(PAGE);
     let update = Update::parse(&side_data).unwrap();
     let moments = [DType::Float32, DType::BFloat16];
     assert_eq!(update, Update { floor: 7800, offset: 8000, moments });
-    let rows = PAGE.lines().skip_while(|line| !line.starts_with("| p | m | v |")).skip(2);
-    let rows: Vec<Vec<&str>> = rows
-        .take_while(|line| line.starts_with('|'))
-        .map(|line| line.trim_matches('|').split('|').collect())
-        .collect();
-    assert_eq!(rows.len(), 4);
-    let column = |i: usize| rows.iter().map(move |row| hex(row[i]));
+    let rows = page::table(PAGE, 4);
+    let column = |i: usize| rows.iter().map(move |row| page::hex(row[i]));
     let narrow = |i| column(i).flat_map(|x| (x as u16).to_le_bytes()).collect::<Vec<u8>>();
     let (parent, second, stored, residuals) = (narrow(0), narrow(2), narrow(4), narrow(6));
     let first: Vec<u8> = column(1).flat_map(u32::to_le_bytes).collect();

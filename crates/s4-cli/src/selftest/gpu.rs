@@ -108,7 +108,8 @@ fn test_device(
     let library = library::compare(&both.engine, device, simd, None)?;
     Ok(format!(
         "selftest passed on {} (device {}): {count} tensors of {} dtypes, encoded and decoded on both \
-         sides; {steps} tensors of an optimizer's step; {} chunks by the device, {} by the processor for codecs that devices lack\n{library}",
+         sides; {steps} tensors of an optimizer's step; {} chunks by the device, {} by the processor \
+         for codecs that devices lack\n{library}",
         device.name,
         device.ordinal,
         DType::ALL.len(),

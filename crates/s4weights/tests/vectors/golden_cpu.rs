@@ -1,4 +1,4 @@
-//! Files and a store that the CPU wrote: `testdata/golden/chain`, `packed`, `same` and `store`.
+//! Files and a store that the CPU wrote: `testdata/golden/chain`, `told`, `stepped`, `packed`, `same` and `store`.
 //!
 //! `S4_WRITE_VECTORS=<folder>` keeps what the tests write, to make these files again for a new
 //! version of the format.
