@@ -34,9 +34,10 @@ impl StepFactors {
     /// The bits of a weight after a step, from those of all three; its own bits if that is not finite.
     #[inline(always)]
     fn stepped(&self, weight: u32, first: u32, second: u32) -> u32 {
-        let [kept, first, second] =
-            [weight, first, second].map(|bits| flushed(f32::from_bits(bits)));
-        let quotient = flushed(first / (second.sqrt() + self.epsilon));
+        // No closures: one that is not inlined would keep the loop from becoming vector instructions.
+        let (kept, first) = (flushed(f32::from_bits(weight)), flushed(f32::from_bits(first)));
+        let root = flushed(f32::from_bits(second)).sqrt();
+        let quotient = flushed(first / (root + self.epsilon));
         let after = flushed(flushed(kept * self.keep) - flushed(quotient * self.rate)).to_bits();
         if after & 0x7f80_0000 == 0x7f80_0000 { weight } else { after }
     }

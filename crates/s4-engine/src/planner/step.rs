@@ -15,6 +15,8 @@ const FIRST: usize = 512;
 const MOST: usize = 4096;
 /// Rounds of a fit: each leaves out what the one before found to be far off.
 const ROUNDS: usize = 4;
+/// How many of these values tell what is far off, and whether the constants fit.
+const LOOKED_AT: usize = 512;
 /// What PyTorch adds to roots, if the optimizer's group does not say.
 const EPSILON: f64 = 1e-8;
 /// Values further off than so many times the median are left out of the next round.
@@ -89,9 +91,20 @@ struct Constants {
 }
 
 impl Constants {
-    /// The part of a value's change that is not explained.
-    fn rest(&self, s: &Seen) -> f64 {
-        s.change - self.keep * s.weight + self.rate * s.first / (s.root + self.epsilon)
+    /// The part of a value's change that is not explained, given the quotient of its moments.
+    fn rest(&self, s: &Seen, quotient: f64) -> f64 {
+        s.change - self.keep * s.weight + self.rate * quotient
+    }
+
+    /// The first moment of a value over the root of its second.
+    fn quotient(&self, s: &Seen) -> f64 {
+        s.first / (s.root + self.epsilon)
+    }
+
+    /// How far off a value is. Before there is a rate, large quotients are left out: one that no step explains would
+    /// outweigh all others.
+    fn size(&self, s: &Seen, quotient: f64) -> f64 {
+        if self.rate == 0.0 { quotient.abs() } else { self.rest(s, quotient).abs() }
     }
 
     /// Whether they explain at least [`EXPLAINED`] bits of the differences.
@@ -102,9 +115,13 @@ impl Constants {
             DType::Float16 => 2f64.powi(-12),
             _ => 2f64.powi(-25),
         };
-        let bits = |x: f64| (x.abs() / least).max(1.0).log2();
-        let saved: f64 = seen.iter().map(|s| bits(s.change) - bits(self.rest(s))).sum();
-        saved > EXPLAINED * seen.len() as f64
+        let size = |x: f64| (x.abs() / least).max(1.0);
+        let mut saved = 0.0;
+        let some = some_of(seen);
+        for s in some.clone() {
+            saved += (size(s.change) / size(self.rest(s, self.quotient(s)))).log2();
+        }
+        saved > EXPLAINED * some.count() as f64
     }
 }
 
@@ -114,39 +131,44 @@ fn seen(floats: &[Vec<f32>; 4], most: usize) -> Vec<Seen> {
     let step = values.len().div_ceil(most).max(1);
     let mut out = vec![];
     for i in (0..values.len()).step_by(step) {
-        let [x, p, m, v] = [values[i], parent[i], first[i], second[i]].map(f64::from);
+        let (x, p) = (f64::from(values[i]), f64::from(parent[i]));
+        let (m, v) = (f64::from(first[i]), f64::from(second[i]));
         let size = x.abs().max(p.abs());
-        let all = [x, p, m, v].into_iter().all(f64::is_finite);
-        if all && size > 1e-30 && v >= 0.0 {
-            let (change, weight) = ((x - p) / size, p / size);
-            out.push(Seen { change, weight, first: m / size, root: v.sqrt() });
+        let finite = x.is_finite() && p.is_finite() && m.is_finite() && v.is_finite();
+        if finite && size > 1e-30 && v >= 0.0 {
+            let part = 1.0 / size;
+            let (change, weight) = ((x - p) * part, p * part);
+            out.push(Seen { change, weight, first: m * part, root: v.sqrt() });
         }
     }
     out
 }
 
+/// About [`LOOKED_AT`] of some values, evenly spaced.
+fn some_of(seen: &[Seen]) -> impl Iterator<Item = &Seen> + Clone {
+    seen.iter().step_by(seen.len().div_ceil(LOOKED_AT).max(1))
+}
+
 /// The constants by least squares, from those of an earlier fit; `None` if the values do not determine them.
 fn fit(seen: &[Seen], start: Constants) -> Option<Constants> {
     let mut found = start;
-    // Before there is a rate, large quotients are left out: one that no step explains would outweigh all others.
-    let size = |s: &Seen, found: &Constants| match found.rate == 0.0 {
-        true => (s.first / (s.root + found.epsilon)).abs(),
-        false => found.rest(s).abs(),
-    };
     for _ in 0..ROUNDS {
         // Without zeros: rows of an embedding that was never used have no moments.
-        let sizes =
-            seen.iter().map(|s| size(s, &found)).filter(|size| size.is_finite() && *size > 0.0);
+        let sizes = some_of(seen).map(|s| found.size(s, found.quotient(s)));
+        let sizes = sizes.filter(|size| size.is_finite() && *size > 0.0);
         let limit = median(sizes.collect()).map_or(0.0, |median| OUTLIERS * median);
         let mut sums = [[0.0; 4]; 3];
-        for s in seen.iter().filter(|s| size(s, &found) <= limit) {
-            let quotient = s.first / (s.root + found.epsilon);
+        for s in seen {
+            let quotient = found.quotient(s);
             // What a larger epsilon would change.
             let by_epsilon = found.rate * quotient / (s.root + found.epsilon);
             let row = [s.weight, -quotient, by_epsilon, s.change];
-            if row.iter().all(|x| x.is_finite()) {
-                for (sums, x) in sums.iter_mut().zip(row) {
-                    sums.iter_mut().zip(row).for_each(|(sum, y)| *sum += x * y);
+            // False for a NaN.
+            if found.size(s, quotient) <= limit && by_epsilon.is_finite() {
+                for i in 0..3 {
+                    for k in 0..4 {
+                        sums[i][k] += row[i] * row[k];
+                    }
                 }
             }
         }
@@ -155,7 +177,8 @@ fn fit(seen: &[Seen], start: Constants) -> Option<Constants> {
         let epsilon = (found.epsilon + more).clamp(found.epsilon / 16.0, found.epsilon * 16.0);
         found = Constants { keep, rate, epsilon };
     }
-    [found.keep, found.rate, found.epsilon].into_iter().all(f64::is_finite).then_some(found)
+    let Constants { keep, rate, epsilon } = found;
+    (keep.is_finite() && rate.is_finite() && epsilon.is_finite()).then_some(found)
 }
 
 /// The middle of some numbers; `None` if there are none.
