@@ -154,7 +154,7 @@ struct Rounded<'a> {
 
 impl<'a> Rounded<'a> {
     fn of(wide: &'a [usize], dtype: DType, looks: &[Vec<u8>]) -> Self {
-        let all: Vec<_> = wide.iter().flat_map(|&w| looks[w].iter().copied()).collect();
+        let all = wide.iter().map(|&w| &looks[w][..]).collect::<Vec<_>>().concat();
         let mut values = vec![0; all.len() / 2];
         match dtype {
             DType::BFloat16 => Kernels::default().to_bf16(&all, &mut values),

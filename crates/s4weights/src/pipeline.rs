@@ -41,7 +41,7 @@ const THREAD_BYTES: u64 = 1 << 20;
 /// How many tensors on devices are planned together: at first, when nothing else can be done
 /// meanwhile, and at most. Later ones are planned while those before them are encoded, since with
 /// many tensors planning takes as long as encoding.
-const PLANNED: (usize, usize) = (256, 1024);
+const PLANNED: (usize, usize) = (256, 2048);
 
 /// Fewest encoding threads where a device codes the planes of values in host memory: the threads
 /// mostly wait for it.

@@ -79,9 +79,9 @@ pub struct CudaOptions {
 }
 
 impl Default for CudaOptions {
-    /// 768 MiB of device memory, 112 MiB of pinned memory, and at most 4 GiB for frames.
+    /// 768 MiB of device memory, 160 MiB of pinned memory, and at most 4 GiB for frames.
     fn default() -> Self {
-        Self { scratch: 768 << 20, pinned: 112 << 20, frames: 4 << 30, simd: Simd::detect() }
+        Self { scratch: 768 << 20, pinned: 160 << 20, frames: 4 << 30, simd: Simd::detect() }
     }
 }
 
@@ -141,7 +141,8 @@ impl CudaOptions {
     /// The device memory and the pinned memory of a worker.
     fn share(&self, task: Task) -> (u64, u64) {
         let Self { scratch, pinned, .. } = *self;
-        let planning = (scratch.min(1 << 30) / 8, pinned / 4);
+        // The fewer batches samples come in, the less often all threads wait for the last plan of one.
+        let planning = (scratch.min(1 << 30) / 8, pinned / 2);
         match task {
             _ if !self.plans_apart() => (scratch, pinned),
             Task::Plan => planning,
