@@ -4,7 +4,7 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, measurement::WallTime};
 use s4_benches::{Planes, Sample};
-use s4_planes::{Kernels, Simd, token_bound};
+use s4_planes::{FloatBits, Kernels, Simd, StepFactors, Width, token_bound};
 
 type Group<'a> = BenchmarkGroup<'a, WallTime>;
 
@@ -54,10 +54,30 @@ fn tokens(group: &mut Group<'_>, sample: &Sample, kernels: Kernels) {
         bencher.iter(|| kernels.split_token(sample.width, src, &mut tokens, &mut bits));
     });
     let (bits, mut dst) = (&bits[..len], vec![0; residuals.len()]);
+    let merged = kernels.merge_token(sample.width, &tokens, bits, &mut dst);
+    assert!(
+        merged.is_ok() && dst == residuals,
+        "tokens did not merge to what they were split from"
+    );
     group.bench_function(id("merge-token", sample, kernels), |bencher| {
         bencher.iter(|| kernels.merge_token(sample.width, black_box(&tokens), bits, &mut dst));
     });
-    assert!(dst == residuals, "tokens did not merge to what they were split from");
+}
+
+/// An optimizer's step, with weights for moments: its time depends on the values only if they are subnormal.
+fn step(group: &mut Group<'_>, sample: &Sample, kernels: Kernels) {
+    let bits = if sample.width == Width::B2 { FloatBits::BFloat16 } else { FloatBits::Float32 };
+    let factors = StepFactors { keep: 0.99997, rate: 3e-4, epsilon: 1e-8 };
+    let (first, mut second) = (&sample.next[..], sample.next.clone());
+    // Second moments have no sign.
+    second.chunks_exact_mut(sample.width.bytes()).for_each(|x| x[sample.width.bytes() - 1] &= 0x7f);
+    let mut dst = vec![0; sample.data.len()];
+    group.bench_function(id("optimizer-step", sample, kernels), |bencher| {
+        bencher.iter(|| {
+            let values = [black_box(&sample.data[..]), first, &second].map(|v| (bits, v));
+            kernels.optimizer_step(factors, values, &mut dst);
+        });
+    });
 }
 
 fn id(kernel: &str, sample: &Sample, kernels: Kernels) -> BenchmarkId {
@@ -74,6 +94,7 @@ fn main() {
             fields(&mut group, sample, kernels);
             differences(&mut group, sample, kernels);
             tokens(&mut group, sample, kernels);
+            step(&mut group, sample, kernels);
         }
     }
     group.finish();
