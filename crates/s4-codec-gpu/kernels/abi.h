@@ -162,7 +162,7 @@ constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any add
 constexpr u32 kOffsets = 1;   // for kPredictOffsets, kPredictBlend: `Offsets`, 8-byte aligned
 constexpr u32 kColumns = 2;   // for the same: the columns' offsets, 16-byte aligned
 constexpr u32 kFirst = 1;     // for kContextsUpdate, kPredictStep: the n values of the first moment, at any address
-constexpr u32 kSecond = 2;    // for the same: the n values of the second moment, at any address
+constexpr u32 kSecond = 2;    // for the same: the n values of the second moment, at any address; unused if there is none
 constexpr u32 kUpdate = 3;    // for kContextsUpdate: `Update`, 8-byte aligned
 constexpr u32 kFactors = 3;   // for kPredictStep: `Step`, 8-byte aligned
 
@@ -179,7 +179,7 @@ struct Offsets {
 static_assert(sizeof(Offsets) == 32, "");
 constexpr int kNoRow = -32768;  // the offset of a row whose values are expected to be zero
 
-// Types of floats.
+// Types of floats; 0: none.
 constexpr u8 kBFloat16 = 1;
 constexpr u8 kFloat16 = 2;
 constexpr u8 kFloat32 = 3;
@@ -192,7 +192,8 @@ struct Update {
 };
 static_assert(sizeof(Update) == 8, "");
 
-// The constants of an optimizer's step (docs/predictors/step.md), and the types of weights and moments.
+// The constants of an optimizer's step (docs/predictors/step.md), and the types of weights and moments. If the type of
+// second moments is 0, all are zeros.
 struct Step {
   float keep, rate, epsilon;
   u8 weight, first, second, reserved;
@@ -323,13 +324,15 @@ S4_ANYWHERE constexpr u64 planes_bytes(u64 n, u64 width) { return round_up64(n *
 // A segment of 16384 symbols: states and the most words that P = 12 makes of it.
 constexpr u64 kSegmentScratch = 49664;
 
-S4_ANYWHERE constexpr u64 composed_encode_scratch(u64 n, u64 width) {
-  return 2 * planes_bytes(n, width) + (n * width + 16383) / 16384 * kSegmentScratch;
+// Planes, which their streams replace, and the segments of one plane. `coded`: bytes of the largest plane that is not
+// stored raw.
+S4_ANYWHERE constexpr u64 composed_encode_scratch(u64 n, u64 width, u64 coded) {
+  return planes_bytes(n, width) + (coded + 16383) / 16384 * kSegmentScratch;
 }
 
 // The same, but a segment may be twice as long.
-S4_ANYWHERE constexpr u64 residual_encode_scratch(u64 n, u64 width) {
-  return 2 * planes_bytes(n, width) + (n * width + 32767) / 32768 * (2 * kSegmentScratch);
+S4_ANYWHERE constexpr u64 residual_encode_scratch(u64 n, u64 width, u64 coded) {
+  return planes_bytes(n, width) + (coded + 32767) / 32768 * (2 * kSegmentScratch);
 }
 
 // `frame_len` as in the descriptor.
@@ -337,10 +340,13 @@ S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_le
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
 }
 
-// The kernels `predicted` and `update` also need the tables of a stream (to decode: their entries with P = 12) and a
-// class for each value.
-S4_ANYWHERE constexpr u64 predicted_encode_scratch(u64 n, u64 width) {
-  return residual_encode_scratch(n, width) + kMaxTables * sizeof(SharedTable) + n;
+// The kernels `predicted` and `update` also need the tables of a stream (to decode: their entries with P = 12) and a class
+// for each value; an encoder only with contexts, and it has both between planes and segments.
+S4_ANYWHERE constexpr u64 tables_bytes(u64 n, u32 contexts) {
+  return kMaxTables * sizeof(SharedTable) + (contexts > 0 ? round_up64(n, 16) : 0);
+}
+S4_ANYWHERE constexpr u64 predicted_encode_scratch(u64 n, u64 width, u64 coded, u32 contexts) {
+  return residual_encode_scratch(n, width, coded) + tables_bytes(n, contexts);
 }
 S4_ANYWHERE constexpr u64 predicted_decode_scratch(u64 n, u64 width, u64 frame_len) {
   return round_up64(composed_decode_scratch(n, width, frame_len), 16) + kMaxTables * (4u << 12) + n;

@@ -50,8 +50,7 @@ __device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, Sha
 template <class Density, class Context>
 __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, Density density,
                                               ComposedShared<Context>& shared) {
-  u8* streams = c.scratch + planes_bytes(c.n, c.width);
-  u8* segments = streams + planes_bytes(c.n, c.width);
+  u8* tables = c.scratch + planes_bytes(c.n, c.width);
   if (threadIdx.x == 0) shared.coded[planes] = Coded{c.scratch, 0, 0, kRaw, 0, false};
   make_multipliers(shared.plane.multipliers);
   __syncthreads();
@@ -62,10 +61,9 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
                        c.coding[i],
                        c.tables[i],
                        Context::contexts_of(c, i, shared.planes),
-                       reinterpret_cast<SharedTable*>(c.scratch + residual_encode_scratch(c.n, c.width)),
+                       reinterpret_cast<SharedTable*>(tables),
                        shared.coded[i + 1],
-                       streams + plane_at(c.layout, c.width, c.n, i),
-                       segments};
+                       tables + Context::tables_bytes_of(c)};
     const Coded coded = encode_plane(job, density, shared.plane);
     __syncthreads();
     if (threadIdx.x == 0) shared.coded[i] = coded;
@@ -112,9 +110,7 @@ __device__ __forceinline__ void gather_composed(const EncodeChunk& c, EncodeResu
   u32 at = header_len(result.streams);
   for (u32 i = 0; i < result.streams; i++) {
     const StreamEntry& e = result.stream[i];
-    const bool in_planes = e.codec == kRaw || e.codec == kConst;
-    const u8* from = c.scratch + (in_planes ? 0 : planes_bytes(c.n, c.width));
-    copy_padded(from + plane_at(c.layout, c.width, c.n, i), to + at, e.len);
+    copy_padded(c.scratch + plane_at(c.layout, c.width, c.n, i), to + at, e.len);
     at += round_up(e.len, 16);
   }
 }

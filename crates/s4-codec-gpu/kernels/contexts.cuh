@@ -45,7 +45,7 @@ struct ExponentContexts {
 
  private:
   __device__ __forceinline__ static u8* classes_of(const EncodeChunk& c) {
-    return c.scratch + residual_encode_scratch(c.n, c.width) + kMaxTables * sizeof(SharedTable);
+    return c.scratch + planes_bytes(c.n, c.width) + tables_bytes(0, 0);
   }
   __device__ __forceinline__ static u8* classes_of(const DecodeChunk& c) {
     return c.scratch + round_up64(composed_decode_scratch(c.n, c.width, c.frame_len), 16) + kMaxTables * (4u << 12);
@@ -194,6 +194,7 @@ struct EncodeContexts {
   __device__ __forceinline__ static PlaneContexts contexts_of(const EncodeChunk& c, u32 i, const PlaneSet& planes) {
     return Source::contexts_of(c, i, planes);
   }
+  __device__ __forceinline__ static u64 tables_bytes_of(const EncodeChunk& c) { return tables_bytes(c.n, c.contexts); }
   __device__ __forceinline__ static EncodeContexts of(const PlaneJob& job) {
     return EncodeContexts{job.contexts, job.own, 0};
   }

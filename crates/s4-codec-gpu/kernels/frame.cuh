@@ -9,7 +9,7 @@ namespace s4 {
 // ---- planes ----
 
 // Number of planes; 0 if the layout is unknown or does not exist for values of this width.
-__device__ __forceinline__ u32 planes_of(u32 layout, u32 width) {
+S4_ANYWHERE inline u32 planes_of(u32 layout, u32 width) {
   if (width == 0 || width > 8 || (width & (width - 1)) != 0) return 0;
   const bool floats = width > 1;
   switch (layout) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 planes_of(u32 layout, u32 width) {
 }
 
 // Bytes of plane `i` of `n` values.
-__device__ __forceinline__ u32 plane_size(u32 layout, u32 width, u32 n, u32 i) {
+S4_ANYWHERE inline u32 plane_size(u32 layout, u32 width, u32 n, u32 i) {
   switch (layout) {
     case kWhole: return n * width;
     case kBytes: return n;

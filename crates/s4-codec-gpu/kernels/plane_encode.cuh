@@ -57,14 +57,13 @@ struct PlaneShared {
 
 // A plane to code, and what it is coded with.
 struct PlaneJob {
-  const u8* plane;            // 16-byte aligned
+  u8* plane;                  // 16-byte aligned; its stream replaces it
   u32 size;                   // at least 1
   u32 coding;
   TableSet tables;            // the tensor's
   PlaneContexts contexts;     // of each symbol
   SharedTable* own;           // where contexts.cuh puts the tables that it makes
   Coded behind;               // the next stream; length 0 if there is none
-  u8* stream;                 // where a stream goes: `size` bytes, 16-byte aligned
   u8* segments;               // kSegmentScratch for each segment
 };
 
@@ -214,6 +213,8 @@ struct EncodeOneTable {
   __device__ __forceinline__ static PlaneContexts contexts_of(const EncodeChunk&, u32, const PlaneSet&) {
     return PlaneContexts{};
   }
+  // Scratch memory between planes and segments.
+  __device__ __forceinline__ static u64 tables_bytes_of(const EncodeChunk&) { return 0; }
   // The tables of the eight symbols from `at` on.
   __device__ __forceinline__ Zeros tables_of(u32) const { return Zeros{}; }
 
@@ -254,28 +255,31 @@ __device__ __forceinline__ Coded encode_rans(const PlaneJob& job, Density densit
   const Head<decltype(bytes), Density> head{bytes, shared.words, segments, flags};
   const u32 len = head.stream_len();
   if (len >= job.size) return Coded{job.plane, job.size, 0, kRaw, 0, false};
-  for (u32 i = threadIdx.x; i < head.len(); i += blockDim.x) job.stream[i] = head.byte(i);
+  for (u32 i = threadIdx.x; i < head.len(); i += blockDim.x) job.plane[i] = head.byte(i);
   const auto end = [&](u32 i) { return room_end(segments, job.segments, i); };
-  join_segments<kComposedWarps>(segments.count(), shared.words, end, job.stream, head.len());
+  join_segments<kComposedWarps>(segments.count(), shared.words, end, job.plane, head.len());
   __syncthreads();
-  return Coded{job.stream, len, carried, kRans, kBits, tensors};
+  return Coded{job.plane, len, carried, kRans, kBits, tensors};
 }
 
 // Packs values of 7 bits. All threads; ends with a barrier.
 __device__ __forceinline__ Coded encode_bits(const PlaneJob& job) {
   const u32 len = job.size / 8 * 7 + (job.size % 8 * 7 + 7) / 8;
   if (len >= job.size) return Coded{job.plane, job.size, 0, kRaw, 0, false};
+  // What all threads write lies before what they read next.
 #pragma unroll 1
-  for (u32 i = threadIdx.x; i < (job.size + 7) / 8; i += blockDim.x) {
-    const u32 left = values_left(8 * i, job.size), bytes = min(7u, len - 7 * i);
+  for (u32 first = 0; 8 * first < job.size; first += blockDim.x) {
+    const u32 i = first + threadIdx.x, left = values_left(8 * i, job.size);
     u64 packed = 0;
 #pragma unroll 1
     for (u32 k = 0; k < left; k++) packed |= static_cast<u64>(job.plane[8 * i + k]) << (7 * k);
+    __syncthreads();
+    const u32 bytes = left > 0 ? min(7u, len - 7 * i) : 0;
 #pragma unroll 1
-    for (u32 k = 0; k < bytes; k++) job.stream[7 * i + k] = static_cast<u8>(packed >> (8 * k));
+    for (u32 k = 0; k < bytes; k++) job.plane[7 * i + k] = static_cast<u8>(packed >> (8 * k));
   }
   __syncthreads();
-  return Coded{job.stream, len, 0, kBits, 7, false};
+  return Coded{job.plane, len, 0, kBits, 7, false};
 }
 
 // Codes a plane. All threads; ends with a barrier.

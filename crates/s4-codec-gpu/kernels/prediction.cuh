@@ -151,10 +151,10 @@ struct AnyPrediction {
   }
   template <class Chunk>
   __device__ __forceinline__ static bool has_step(const Chunk& c) {
-    for (u32 i = 0; i < kMaxInputs; i++)
-      if (c.inputs[i] == nullptr) return false;
+    if (c.inputs[kParent] == nullptr || c.inputs[kFirst] == nullptr || c.inputs[kFactors] == nullptr) return false;
     const Step& step = *reinterpret_cast<const Step*>(c.inputs[kFactors]);
-    return c.residual == kSub && is_float(step.weight) && is_float(step.first) && is_float(step.second) &&
+    const bool second = is_float(step.second) ? c.inputs[kSecond] != nullptr : step.second == 0;
+    return c.residual == kSub && is_float(step.weight) && is_float(step.first) && second &&
            float_width(step.weight) == c.width;
   }
   __device__ __forceinline__ static AnyDensity density(const EncodeChunk& c) { return AnyDensity{c.sparse != 0}; }
@@ -176,10 +176,10 @@ struct AnyPrediction {
   template <int kWidth>
   __device__ __forceinline__ void step(u32 at, u32 left, Uint<kWidth>* p) const {
     const Step& by = *reinterpret_cast<const Step*>(inputs[kFactors]);
-    u32 weights[8], first[8], second[8];
+    u32 weights[8], first[8], second[8] = {};
     load_floats(by.weight, input, at, left, weights);
     load_floats(by.first, inputs[kFirst], at, left, first);
-    load_floats(by.second, inputs[kSecond], at, left, second);
+    if (by.second != 0) load_floats(by.second, inputs[kSecond], at, left, second);
 #pragma unroll
     for (int k = 0; k < 8; k++) {
       const u32 after = stepped(by, weights[k], first[k], second[k]);

@@ -56,7 +56,7 @@ __device__ __forceinline__ uint2 update_classes(const Update& update, const Eigh
 
 // Where a chunk's classes are: a byte for each value.
 __device__ __forceinline__ u8* update_classes_at(const EncodeChunk& c) {
-  return c.scratch + residual_encode_scratch(c.n, c.width) + kMaxTables * sizeof(SharedTable);
+  return c.scratch + planes_bytes(c.n, c.width) + tables_bytes(0, 0);
 }
 __device__ __forceinline__ u8* update_classes_at(const DecodeChunk& c) {
   return c.scratch + round_up64(composed_decode_scratch(c.n, c.width, c.frame_len), 16) + kMaxTables * (4u << 12);

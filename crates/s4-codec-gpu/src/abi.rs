@@ -156,6 +156,8 @@ pub const CONTEXTS_UPDATE: u8 = header("kContextsUpdate") as u8;
 pub mod float {
     use super::header;
 
+    /// There are no such values.
+    pub const NONE: u8 = 0;
     /// bfloat16.
     pub const BF16: u8 = header("kBFloat16") as u8;
     /// float16.
@@ -516,22 +518,22 @@ pub(crate) const fn planes_bytes(n: u64, width: u64) -> u64 {
     (n * width + n / 8).next_multiple_of(16) + 16 * MAX_PLANES as u64
 }
 
-/// Bytes of scratch that encoding a chunk of `n` values of `width` bytes takes.
-pub const fn encode_scratch(route: Route, n: u64, width: u64) -> u64 {
+/// Bytes of scratch that encoding a chunk of `n` values of `width` bytes takes. `coded`: bytes of the largest plane
+/// whose coding is not [`RAW`](coding::RAW), at most `n * width`; `contexts`: whether the chunk has contexts.
+pub const fn encode_scratch(route: Route, n: u64, width: u64, coded: u64, contexts: bool) -> u64 {
     match route {
         Route::Fused2 => FUSED_SCRATCH[0],
         Route::Fused4 => FUSED_SCRATCH[1],
-        Route::Composed => {
-            2 * planes_bytes(n, width) + (n * width).div_ceil(SEGMENT) * SEGMENT_SCRATCH
-        }
+        Route::Composed => planes_bytes(n, width) + coded.div_ceil(SEGMENT) * SEGMENT_SCRATCH,
         // Segments may be twice as long.
         Route::Residual => {
-            2 * planes_bytes(n, width) + (n * width).div_ceil(2 * SEGMENT) * 2 * SEGMENT_SCRATCH
+            planes_bytes(n, width) + coded.div_ceil(2 * SEGMENT) * 2 * SEGMENT_SCRATCH
         }
         // The tables of a stream, and a class for each value.
         Route::Predicted | Route::Update => {
             let tables = (MAX_TABLES * size_of::<SharedTable>()) as u64;
-            encode_scratch(Route::Residual, n, width) + tables + n
+            let classes = if contexts { n.next_multiple_of(16) } else { 0 };
+            encode_scratch(Route::Residual, n, width, coded, contexts) + tables + classes
         }
     }
 }
@@ -572,7 +574,7 @@ mod tests {
         for width in [1, 2, 4, 8] {
             let mut before = 0;
             for n in [1, 255, 16_384, 65_536] {
-                let bytes = encode_scratch(Route::Composed, n, width);
+                let bytes = encode_scratch(Route::Composed, n, width, n, false);
                 assert!(bytes > before && bytes.is_multiple_of(16), "{n} {width}");
                 assert!(decode_scratch(Route::Composed, n, width, n).is_multiple_of(16));
                 before = bytes;

@@ -133,7 +133,7 @@ impl Stream {
         let count = batch.routes.iter().sum();
         // SAFETY: the caller's promise.
         unsafe {
-            self.decode_streams(batch)?;
+            self.decode_streams(batch, &[])?;
             self.launch(k.check_values, count, threads::CRC, &mut [batch.chunks, batch.status])
         }
     }

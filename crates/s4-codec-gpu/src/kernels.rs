@@ -1,6 +1,7 @@
 //! The kernels, loaded and launched.
 
 use std::ffi::{CString, c_void};
+use std::iter;
 
 use cudarc::driver::{result, sys};
 
@@ -168,15 +169,17 @@ const ENCODE: (u64, u64) =
 const DECODE: (u64, u64) = (size_of::<crate::abi::DecodeChunk>() as u64, 4);
 
 impl Stream {
-    /// Queues the encoding of a batch.
+    /// Queues the encoding of a batch. Kernels of its further routes run on the streams `beside`, as far as there are
+    /// some: a chunk takes as long alone as with others. What is queued here later waits for all of them.
     ///
     /// # Safety
     /// All addresses, those within the chunks included, are memory of this device of the sizes that
-    /// `kernels/abi.h` asks for, and nothing else uses what is written until the work is done.
+    /// `kernels/abi.h` asks for, and nothing else uses what is written until the work is done. After an error that
+    /// includes work on `beside`, which are streams of this device.
     ///
     /// # Errors
     /// `Driver`.
-    pub unsafe fn encode(&self, batch: &EncodeBatch) -> Result<()> {
+    pub unsafe fn encode(&self, batch: &EncodeBatch, beside: &[Self]) -> Result<()> {
         let k = *self.device().kernels()?;
         let count: u32 = batch.routes.iter().sum();
         if count == 0 {
@@ -184,15 +187,15 @@ impl Stream {
         }
         // SAFETY: the caller's promise.
         unsafe {
-            self.encode_streams(batch)?;
+            self.encode_streams(batch, beside)?;
             let mut args = [batch.results, count.into(), batch.total];
             self.launch(k.frame_offsets, 1, threads::OFFSETS, &mut args)?;
-            self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
+            self.each_route(beside, &batch.routes, ENCODE, |stream, route, n, (c, r)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let [w2, w4] = k.gather_fused;
                 let f = *[w2, w4].get(at).unwrap_or(&k.gather_composed);
                 let (c, r) = (batch.chunks + c, batch.results + r);
-                self.launch(f, n, threads, &mut [c, r, batch.frames, batch.capacity])
+                stream.launch(f, n, threads, &mut [c, r, batch.frames, batch.capacity])
             })?;
             let mut args = [batch.chunks, batch.results, batch.frames, batch.capacity];
             self.launch(k.encode_crcs, 2 * count, threads::CRC, &mut args)
@@ -207,28 +210,28 @@ impl Stream {
     ///
     /// # Errors
     /// `Driver`.
-    pub unsafe fn encode_streams(&self, batch: &EncodeBatch) -> Result<()> {
+    pub unsafe fn encode_streams(&self, batch: &EncodeBatch, beside: &[Self]) -> Result<()> {
         let k = *self.device().kernels()?;
         // SAFETY: the caller's promise.
         unsafe {
-            self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
+            self.each_route(beside, &batch.routes, ENCODE, |stream, route, n, (c, r)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let [w2, w4] = k.encode_fused;
                 let (predicted, update) = (k.encode_predicted, k.encode_update);
                 let f = [w2, w4, k.encode_composed, predicted, update, k.encode_residual][at];
-                self.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
+                stream.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
             })
         }
     }
 
-    /// Queues the decoding of a batch, with all its checks.
+    /// Queues the decoding of a batch, with all its checks; `beside` as for [`Stream::encode`].
     ///
     /// # Safety
     /// As [`Stream::encode`].
     ///
     /// # Errors
     /// `Driver`.
-    pub unsafe fn decode(&self, batch: &DecodeBatch) -> Result<()> {
+    pub unsafe fn decode(&self, batch: &DecodeBatch, beside: &[Self]) -> Result<()> {
         let k = *self.device().kernels()?;
         let count: u32 = batch.routes.iter().sum();
         if count == 0 {
@@ -238,7 +241,7 @@ impl Stream {
         // SAFETY: the caller's promise.
         unsafe {
             self.launch(k.check_frames, count, threads::CRC, &mut all)?;
-            self.decode_streams(batch)?;
+            self.decode_streams(batch, beside)?;
             self.launch(k.check_values, count, threads::CRC, &mut all)
         }
     }
@@ -251,15 +254,15 @@ impl Stream {
     ///
     /// # Errors
     /// `Driver`.
-    pub unsafe fn decode_streams(&self, batch: &DecodeBatch) -> Result<()> {
+    pub unsafe fn decode_streams(&self, batch: &DecodeBatch, beside: &[Self]) -> Result<()> {
         let k = *self.device().kernels()?;
         // SAFETY: the caller's promise.
         unsafe {
-            self.each_route(&batch.routes, DECODE, |route, n, (c, s)| {
+            self.each_route(beside, &batch.routes, DECODE, |stream, route, n, (c, s)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let [w2, w4] = k.decode_fused;
                 let f = [w2, w4, k.decode_composed, k.decode_predicted, k.decode_update][at];
-                self.launch(f, n, threads, &mut [batch.chunks + c, batch.status + s])
+                stream.launch(f, n, threads, &mut [batch.chunks + c, batch.status + s])
             })
         }
     }
@@ -306,22 +309,29 @@ impl Stream {
         unsafe { self.launch(k.crc_spans, count, threads::CRC, &mut [spans, crcs]) }
     }
 
-    /// Calls `run` for each route that has chunks, with their number and the offsets of the first
-    /// one in the two lists.
+    /// Calls `run` for each route that has chunks, with their number and the offsets of the first one in the two lists,
+    /// and with a stream: in turn this one and those `beside`, which start after what was queued here and which this
+    /// one then waits for.
     fn each_route(
         &self,
+        beside: &[Self],
         routes: &[u32],
         (chunk, result): (u64, u64),
-        mut run: impl FnMut(Route, u32, (u64, u64)) -> Result<()>,
+        mut run: impl FnMut(&Self, Route, u32, (u64, u64)) -> Result<()>,
     ) -> Result<()> {
+        let further = routes.iter().filter(|n| **n > 0).count().saturating_sub(1);
+        let beside = &beside[..further.min(beside.len())];
+        beside.iter().try_for_each(|stream| stream.wait_for(self))?;
+        let mut streams = iter::once(self).chain(beside).cycle();
         let mut before = 0u64;
         for (route, &n) in ROUTES.into_iter().zip(routes) {
             if n > 0 {
-                run(route, n, (before * chunk, before * result))?;
+                let stream = streams.next().unwrap_or(self);
+                run(stream, route, n, (before * chunk, before * result))?;
             }
             before += u64::from(n);
         }
-        Ok(())
+        beside.iter().try_for_each(|stream| self.wait_for(stream))
     }
 
     /// Launches a kernel. Every parameter is passed as 8 bytes: for an integer of 4 bytes the

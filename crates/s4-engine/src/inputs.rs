@@ -39,11 +39,11 @@ pub trait Inputs<E>: Sync {
         Ok(None)
     }
 
-    /// The first and second moment of a tensor, from which the contexts of a difference may be
-    /// derived. Both are stored already.
-    fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
+    /// The first moment of a tensor, and the second if there is one, from which a difference may be predicted. They are
+    /// stored already. Empty if there are none.
+    fn moments(&self, tensor: usize) -> &[Moment<'_>] {
         let _ = tensor;
-        None
+        &[]
     }
 
     /// What was chosen for a tensor in an earlier checkpoint.

@@ -30,22 +30,33 @@ const MOST_READ: usize = 4;
 
 /// Whether a tensor of dtype `weight` may be predicted from moments of these dtypes. All
 /// must be floats, and together at most four times the bytes of the tensor.
-pub fn may_use_moments(preset: Preset, weight: DType, moments: [DType; 2]) -> bool {
-    let dtypes = [weight, moments[0], moments[1]];
-    let bytes: usize = dtypes.iter().map(|d| d.value_width()).sum();
-    let floats = dtypes.iter().all(|d| float_bits(*d).is_some());
+pub fn may_use_moments(preset: Preset, weight: DType, moments: &[DType]) -> bool {
+    let dtypes = || std::iter::once(&weight).chain(moments);
+    let bytes: usize = dtypes().map(|d| d.value_width()).sum();
+    let floats = dtypes().all(|d| float_bits(*d).is_some());
     allowed(preset).update && floats && bytes <= MOST_READ * weight.value_width()
 }
 
-/// The dtypes of the moments that a tensor's predictions or contexts are derived from, by its side data.
+/// The dtypes of the moments that a tensor's predictions or contexts are derived from, by its side data: of the first,
+/// and of the second if there is one. The plan lists as many.
 ///
 /// # Errors
-/// `Corrupt` if the side data does not say.
-pub fn moment_dtypes(plan: &Plan, side: &Side) -> Result<[DType; 2]> {
-    match plan.predictor {
-        PredictorId::STEP => Ok(Step::parse(side.get(SideKind::STEP))?.moments),
-        _ => Ok(Update::parse(side.get(SideKind::CONTEXTS))?.moments),
+/// `Corrupt` if the side data does not say, or the plan lists others.
+pub fn moment_dtypes(plan: &Plan, side: &Side) -> Result<(DType, Option<DType>)> {
+    let (first, second) = match plan.predictor {
+        PredictorId::STEP => {
+            let step = Step::parse(side.get(SideKind::STEP))?;
+            (step.first, step.second)
+        }
+        _ => {
+            let [first, second] = Update::parse(side.get(SideKind::CONTEXTS))?.moments;
+            (first, Some(second))
+        }
+    };
+    if plan.moments().len() != 1 + usize::from(second.is_some()) {
+        return Err(Error::corrupt("a plan with more or fewer moments than its side data says"));
     }
+    Ok((first, second))
 }
 
 /// Whole chunks of a moment that cover some of its values, with the checksum of what was stored of each.
@@ -139,7 +150,7 @@ mod tests {
 
     #[test]
     fn moments_are_used_where_reading_takes_at_most_four_times_the_bytes() {
-        let fits = |weight, first, second| may_use_moments(Preset::Small, weight, [first, second]);
+        let fits = |weight, first, second| may_use_moments(Preset::Small, weight, &[first, second]);
         let (b, h, f) = (DType::BFloat16, DType::Float16, DType::Float32);
         for moments in [[b, b], [h, b], [b, f], [f, f]] {
             assert!(fits(f, moments[0], moments[1]), "{moments:?}");
@@ -150,8 +161,30 @@ mod tests {
         for other in [DType::Float64, DType::UInt16, DType::Complex64, DType::Float8E4M3Fn] {
             assert!(!fits(other, b, b) && !fits(f, other, f) && !fits(f, f, other), "{other}");
         }
-        assert!(may_use_moments(Preset::Balanced, f, [f, f]));
-        assert!(!may_use_moments(Preset::Fast, f, [f, f]));
+        assert!(may_use_moments(Preset::Balanced, f, &[f, f]));
+        assert!(!may_use_moments(Preset::Fast, f, &[f, f]));
+        assert!(may_use_moments(Preset::Small, b, &[f]) && !may_use_moments(Preset::Fast, b, &[f]));
+    }
+
+    #[test]
+    fn plans_list_the_moments_that_side_data_says() {
+        use s4_format::{Digest, LayoutId};
+        use s4_planes::StepFactors;
+        let factors = StepFactors { keep: 1.0, rate: 0.1, epsilon: 1.0 };
+        let (first, f16) = (DType::Float32, Some(DType::Float16));
+        for (listed, second, fits) in
+            [(1, None, true), (2, f16, true), (2, None, false), (1, f16, false), (0, None, false)]
+        {
+            let step = Step { factors, first, second };
+            let mut side = Side::default();
+            side.push(SideKind::STEP, step.to_bytes()).unwrap();
+            let plan = Plan::step(LayoutId::BYTES, Digest::of(b"parent"), 3, &[4, 5][..listed]);
+            let found = moment_dtypes(&plan, &side);
+            match fits {
+                true => assert_eq!(found, Ok((first, second))),
+                false => assert!(matches!(found, Err(Error::Corrupt { .. })), "{listed}"),
+            }
+        }
     }
 
     #[test]

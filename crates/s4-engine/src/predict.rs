@@ -36,7 +36,7 @@ pub(crate) struct Prediction<'a> {
     /// With contexts `update`: how they are derived from the moments.
     update: Option<Update>,
     /// The dtypes of the moments, if the plan's inputs after the first are moments.
-    moments: Option<[DType; 2]>,
+    moments: Option<(DType, Option<DType>)>,
 }
 
 impl CpuEngine {
@@ -68,9 +68,9 @@ impl CpuEngine {
             ContextsId::UPDATE => Some(Update::parse(tensor.side.get(SideKind::CONTEXTS))?),
             _ => None,
         };
-        let moments = match plan.moments() {
-            Some(_) => Some(moment_dtypes(plan, tensor.side)?),
-            None => None,
+        let moments = match plan.has_moments() {
+            true => Some(moment_dtypes(plan, tensor.side)?),
+            false => None,
         };
         Ok(Some(Prediction {
             kernels,
@@ -89,7 +89,10 @@ impl CpuEngine {
 impl Prediction<'_> {
     /// Checks that there are as many inputs as the predictor needs, each of `len` bytes.
     fn check(&self, len: usize, inputs: impl ExactSizeIterator<Item = usize>) -> Result<()> {
-        let needed = if self.moments.is_some() { 3 } else { self.predictor.inputs().len() };
+        let needed = match self.moments {
+            Some((_, second)) => 2 + usize::from(second.is_some()),
+            None => self.predictor.inputs().len(),
+        };
         if inputs.len() < needed || inputs.len() > MAX_INPUTS {
             return Err(Error::unsupported("a delta without the values of its parent"));
         }
@@ -105,8 +108,9 @@ impl Prediction<'_> {
     /// Bytes of an input that belong to `len` bytes of whole values.
     fn scaled(&self, input: usize, len: usize) -> usize {
         match (input, self.moments) {
-            (1.., Some(moments)) => {
-                len / self.width.bytes() * moments[(input - 1).min(1)].value_width()
+            (1.., Some((first, second))) => {
+                let dtype = if input == 1 { first } else { second.unwrap_or(first) };
+                len / self.width.bytes() * dtype.value_width()
             }
             _ => {
                 let kind = self.predictor.inputs().get(input);

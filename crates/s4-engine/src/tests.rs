@@ -292,7 +292,7 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
             manifest: Digest::of(b"p"),
             tensor: 3,
             values: &values,
-            moments: None,
+            moments: &[],
             expected: None,
         };
         engine
@@ -316,7 +316,7 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
         manifest: Digest::of(b"p"),
         tensor: 3,
         values: &[0; 10],
-        moments: None,
+        moments: &[],
         expected: None,
     };
     assert!(

@@ -70,7 +70,7 @@ impl Engine for CpuEngine {
                     manifest,
                     tensor,
                     values: sample,
-                    moments: None,
+                    moments: &[],
                     expected: expected.as_deref(),
                 });
                 let moments = inputs.moments(*tensor);
@@ -193,15 +193,16 @@ impl CpuEngine {
     fn plan_by_moments(
         &self,
         job: PlanJob<'_>,
-        moments: Option<&[Moment<'_>; 2]>,
+        moments: &[Moment<'_>],
     ) -> s4_format::Result<TensorPlan> {
-        let Some((moments, parent)) = moments.zip(job.parent) else {
+        let Some(parent) = job.parent.filter(|_| !moments.is_empty()) else {
             return self.idle.with(|scratch| self.plan(&job, scratch));
         };
-        let [first, second] = moments.each_ref().map(|m| m.sample(job.view.dtype));
-        let (first, second) = (first?, second?);
-        let samples = [moments[0].with_sample(&first), moments[1].with_sample(&second)];
-        let parent = ParentSample { moments: Some(samples), ..*parent };
+        let values = moments.iter().map(|m| m.sample(job.view.dtype));
+        let values = values.collect::<s4_format::Result<Vec<_>>>()?;
+        let samples = moments.iter().zip(&values).map(|(m, values)| m.with_sample(values));
+        let samples: Vec<_> = samples.collect();
+        let parent = ParentSample { moments: &samples, ..*parent };
         let job = PlanJob { parent: Some(&parent), ..job };
         self.idle.with(|scratch| self.plan(&job, scratch))
     }
@@ -239,9 +240,11 @@ impl CpuEngine {
         let mut count = usize::from(values.is_some());
         // Whether an input no longer holds what was stored of it.
         let mut gone = plan.plan.own_input().is_some() && values.is_some_and(<[u8]>::is_empty);
-        if plan.plan.moments().is_some() {
-            let moments =
-                jobs.inputs.moments(tensor).ok_or_else(|| missing_moments(tensor, number))?;
+        if plan.plan.has_moments() {
+            let moments = jobs.inputs.moments(tensor);
+            if moments.len() != plan.plan.moments().len() {
+                return Err(missing_moments(tensor, number).into());
+            }
             let count_of = bytes / t.dtype.value_width() as u64;
             let range = (number << plan.chunk_log2, count_of);
             for ((moment, buffer), to) in
@@ -252,7 +255,7 @@ impl CpuEngine {
                     None => gone = true,
                 }
             }
-            count = given.len();
+            count = 1 + moments.len();
         }
         let job = EncodeJob { view: &view, plan, chunk: number, inputs: &given[..count] };
         if gone {

@@ -61,7 +61,7 @@ fn plan_of(
         manifest: Digest::of(b"p"),
         tensor: 3,
         values,
-        moments: None,
+        moments: &[],
         expected: None,
     });
     let view = TensorView { dtype, shape, data };

@@ -302,7 +302,7 @@ impl Manifest {
             let what = format!("a chain of {} checkpoints, {MAX_CHAIN} allowed", self.depth());
             return Err(Error::limit(what));
         }
-        if self.depth() > MAX_UPDATES && self.plans.iter().any(|p| p.moments().is_some()) {
+        if self.depth() > MAX_UPDATES && self.plans.iter().any(|p| p.has_moments()) {
             let what =
                 format!("values from moments at depth {}, {MAX_UPDATES} allowed", self.depth());
             return Err(Error::limit(what));

@@ -109,22 +109,22 @@ impl Plan {
     /// the checkpoint whose manifest has the hash `manifest`, with contexts from its moments.
     /// `moments` are the indices of the first and second moment in the same checkpoint.
     pub fn update(manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
-        let plan = Self::with_moments(LayoutId::BYTES, manifest, tensor, moments);
+        let plan = Self::with_moments(LayoutId::BYTES, manifest, tensor, &moments);
         Self { residual: ResidualId::DESCENT, contexts: ContextsId::UPDATE, ..plan }
     }
 
     /// The plan of a tensor that is predicted by taking the optimizer's step from the tensor at index `tensor` of the
-    /// checkpoint whose manifest has the hash `manifest`. `moments` are the indices of the first and second moment in
-    /// the same checkpoint.
-    pub fn step(layout: LayoutId, manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
+    /// checkpoint whose manifest has the hash `manifest`. `moments` are the indices of the first moment in the same
+    /// checkpoint and, if the optimizer has one, of the second.
+    pub fn step(layout: LayoutId, manifest: Digest, tensor: u32, moments: &[u32]) -> Self {
         let plan = Self::with_moments(layout, manifest, tensor, moments);
         Self { predictor: PredictorId::STEP, residual: ResidualId::SUB, ..plan }
     }
 
-    fn with_moments(layout: LayoutId, manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
+    fn with_moments(layout: LayoutId, manifest: Digest, tensor: u32, moments: &[u32]) -> Self {
         let mut plan = Self::delta(layout, manifest, tensor);
-        let input = |tensor| Input { manifest: None, tensor, region: None };
-        plan.inputs.extend(moments.map(input));
+        let input = |&tensor| Input { manifest: None, tensor, region: None };
+        plan.inputs.extend(moments.iter().map(input));
         plan
     }
 
@@ -134,17 +134,17 @@ impl Plan {
         Some(input.tensor)
     }
 
-    /// The indices of the tensors of the same checkpoint that predictor `step` or contexts `update` are computed from:
-    /// the first moment, and the second.
-    pub fn moments(&self) -> Option<[u32; 2]> {
+    /// The tensors of the same checkpoint that predictor `step` or contexts `update` are computed from: the first
+    /// moment, and the second if there is one. Empty for other plans.
+    pub fn moments(&self) -> &[Input] {
         match &*self.inputs {
-            [_, first, second] if self.has_moments() => Some([first.tensor, second.tensor]),
-            _ => None,
+            [_, moments @ ..] if self.has_moments() => moments,
+            _ => &[],
         }
     }
 
     /// Whether its inputs after the parent are moments.
-    fn has_moments(&self) -> bool {
+    pub fn has_moments(&self) -> bool {
         self.predictor == PredictorId::STEP || self.contexts == ContextsId::UPDATE
     }
 
@@ -189,7 +189,8 @@ impl Plan {
                 inputs && self.residual == ResidualId::MAGNITUDE
             }
             PredictorId::STEP => {
-                let inputs = matches!(self.inputs.as_slice(), [other!(), own!(), own!()]);
+                let inputs = self.inputs.as_slice();
+                let inputs = matches!(inputs, [other!(), own!()] | [other!(), own!(), own!()]);
                 inputs && self.residual == ResidualId::SUB && self.contexts.is_none()
             }
             PredictorId::PARENT => match self.residual {
@@ -345,7 +346,7 @@ mod tests {
         let update = || Plan::update(Digest::of(b"parent"), 7, [3, 4]);
         assert!(update().require_open().is_ok());
         assert_eq!(update().parent(), Some((Digest::of(b"parent"), 7)));
-        assert_eq!((update().moments(), update().own_input()), (Some([3, 4]), None));
+        assert!(update().has_moments() && update().own_input().is_none());
         assert_eq!(update().own_inputs().collect::<Vec<_>>(), [3, 4]);
         let refused: [fn(&mut Plan); 10] = [
             |p| p.inputs.truncate(2),
@@ -363,21 +364,27 @@ mod tests {
             let mut plan = update();
             change(&mut plan);
             assert!(matches!(plan.require_open(), Err(Error::Corrupt { .. })), "{i}: {plan:?}");
-            assert!(plan.moments().is_none() || plan.inputs.len() == 3, "{i}");
         }
     }
 
     #[test]
-    fn steps_have_a_parent_and_two_moments() {
-        let step = || Plan::step(LayoutId::BYTES, Digest::of(b"parent"), 7, [3, 4]);
-        assert!(step().require_open().is_ok() && step().is_delta());
-        assert_eq!(step().parent(), Some((Digest::of(b"parent"), 7)));
-        assert_eq!((step().moments(), step().own_input()), (Some([3, 4]), None));
+    fn steps_have_a_parent_and_one_moment_or_two() {
+        let with = |moments: &[u32]| {
+            let step = Plan::step(LayoutId::BYTES, Digest::of(b"parent"), 7, moments);
+            assert_eq!(step.moments().iter().map(|i| i.tensor).collect::<Vec<_>>(), moments);
+            step
+        };
+        for moments in [&[3][..], &[3, 4]] {
+            assert!(with(moments).require_open().is_ok() && with(moments).is_delta());
+            assert_eq!(with(moments).parent(), Some((Digest::of(b"parent"), 7)));
+            assert_eq!(with(moments).own_input(), None);
+        }
+        let step = || with(&[3, 4]);
         for layout in [LayoutId::FIELDS, LayoutId::FIELDS_SIGN, LayoutId::WHOLE, LayoutId::TOKEN] {
             assert!(Plan { layout, ..step() }.require_open().is_ok());
         }
         let refused: [fn(&mut Plan); 9] = [
-            |p| p.inputs.truncate(2),
+            |p| p.inputs.truncate(1),
             |p| p.inputs.push(p.inputs[1].clone()),
             |p| p.inputs.swap(0, 1),
             |p| p.inputs[2].manifest = p.inputs[0].manifest,

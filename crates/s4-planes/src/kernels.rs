@@ -482,8 +482,8 @@ impl Kernels {
     }
 
     /// Writes what weights become by the step of an optimizer: `values` are the weights, the first and the second
-    /// moments. In fp32, in this order, each operation rounded to the nearest, ties to even, and each operand and
-    /// result below 2^-125 in size replaced by +0:
+    /// moments. If there are no second moments, they count as zeros. In fp32, in this order, each operation rounded to
+    /// the nearest, ties to even, and each operand and result below 2^-125 in size replaced by +0:
     ///
     /// ```text
     /// x = weight * keep - first / (sqrt(second) + epsilon) * rate
@@ -501,7 +501,8 @@ impl Kernels {
         out: &mut [u8],
     ) {
         let elements = check_elements(values[0].0.width(), out.len());
-        for (bits, values) in values {
+        let has_second = !values[2].1.is_empty();
+        for (bits, values) in &values[..if has_second { 3 } else { 2 }] {
             assert_eq!(check_elements(bits.width(), values.len()), elements, "weights");
         }
         step::stepped(self, factors, values, out);

@@ -107,13 +107,16 @@ fn narrow(bits: FloatBits, values: &[u32], out: &mut [u8]) {
 vectorized! {
     /// Weights after a step: see [`Kernels::optimizer_step`].
     fn stepped(factors: StepFactors, values: [(FloatBits, &[u8]); 3], out: &mut [u8]) {
+        // Where there are no second moments, they stay zeros.
         let mut blocks = [[0u32; BLOCK]; 3];
         let (bits, width) = (values[0].0, values[0].0.width().bytes());
         for (i, out) in out.chunks_mut(BLOCK * width).enumerate() {
             let (first, count) = (i * BLOCK, out.len() / width);
             for (block, (bits, values)) in blocks.iter_mut().zip(values) {
                 let width = bits.width().bytes();
-                widen(bits, &values[first * width..(first + count) * width], block);
+                if !values.is_empty() {
+                    widen(bits, &values[first * width..(first + count) * width], block);
+                }
             }
             let [weights, firsts, seconds] = &mut blocks;
             for ((w, m), v) in weights.iter_mut().zip(&*firsts).zip(&*seconds) {

@@ -123,6 +123,27 @@ fn check(simd: Simd) {
 }
 
 #[test]
+fn without_second_moments_they_are_zeros() {
+    let n = 2 * 512 + 77;
+    for simd in Simd::available() {
+        for (k, bits) in (0..9).map(|i| (i, [ALL[i % 3], ALL[i / 3]])) {
+            let each = [0, 1].map(|i| values(bits[i], n, (50 + 2 * k + i) as u64));
+            let zeros = vec![0; 4 * n];
+            for factors in factors() {
+                let step = |second| {
+                    let mut out = vec![99; n * bits[0].width().bytes()];
+                    let moments = [(bits[1], &each[1][..]), (FloatBits::Float32, second)];
+                    let given = [(bits[0], &each[0][..]), moments[0], moments[1]];
+                    Kernels::new(simd).optimizer_step(factors, given, &mut out);
+                    out
+                };
+                assert!(step(&[]) == step(&zeros), "{bits:?} {factors:?} {simd}");
+            }
+        }
+    }
+}
+
+#[test]
 fn steps_are_what_is_defined_for_every_mix_of_dtypes() {
     Simd::available().for_each(check);
 }

@@ -1,12 +1,13 @@
 //! Prediction by the optimizer's own step.
 //!
 //! AdamW and similar optimizers change a weight by its first moment over the root of its second, times the learning
-//! rate, and by a part of the weight itself. The moments of a checkpoint are those that its weights were computed from.
-//! So from the weights one step before, and a few constants, nearly every bit of the weights is known.
+//! rate, and by a part of the weight itself; SGD changes it by the first moment times the learning rate. The moments of a
+//! checkpoint are those that its weights were computed from. So from the weights one step before, and a few constants,
+//! nearly every bit of the weights is known.
 //!
 //! # Side data
-//! 16 bytes: `keep`, `rate` and `epsilon` (`f32` each), the codes of the moments' dtypes (a byte each), two zeros. The
-//! prediction is that of [`s4_planes::Kernels::optimizer_step`].
+//! 16 bytes: `keep`, `rate` and `epsilon` (`f32` each), the codes of the moments' dtypes (a byte each; 0 if there is no
+//! second moment), two zeros. The prediction is that of [`s4_planes::Kernels::optimizer_step`].
 
 use s4_format::side::SideKind;
 use s4_format::{DType, Error, PredictorId, Result};
@@ -14,6 +15,9 @@ use s4_planes::{Kernels, StepFactors};
 
 use crate::update::float_bits;
 use crate::{InputKind, Predict, Predicted, Tensor};
+
+/// The code of the dtype of a second moment if there is none.
+const NO_MOMENT: u8 = 0;
 
 /// Predictor `step`: see [the module](self).
 #[derive(Debug, Clone, Copy, Default)]
@@ -24,8 +28,10 @@ pub struct Steps;
 pub struct Step {
     /// The constants.
     pub factors: StepFactors,
-    /// Dtypes of the first moment and of the second.
-    pub moments: [DType; 2],
+    /// Dtype of the first moment.
+    pub first: DType,
+    /// Dtype of the second moment, if there is one.
+    pub second: Option<DType>,
 }
 
 impl Step {
@@ -39,23 +45,29 @@ impl Step {
         let &[keep, rate, epsilon, [first, second, 0, 0]] = numbers else { return Err(none()) };
         let [keep, rate, epsilon] = [keep, rate, epsilon].map(f32::from_le_bytes);
         let factors = StepFactors { keep, rate, epsilon };
-        let dtype = |code| DType::from_code(code).ok().filter(|d| float_bits(*d).is_some());
-        let moments = dtype(first).zip(dtype(second));
-        let (first, second) =
-            moments.filter(|_| rest.is_empty() && factors.are_valid()).ok_or_else(none)?;
-        Ok(Self { factors, moments: [first, second] })
+        if !rest.is_empty() || !factors.are_valid() {
+            return Err(none());
+        }
+        let dtype = |code| {
+            let dtype = DType::from_code(code).ok().filter(|d| float_bits(*d).is_some());
+            dtype.ok_or_else(none)
+        };
+        let first = dtype(first)?;
+        let second = if second == NO_MOMENT { None } else { Some(dtype(second)?) };
+        Ok(Self { factors, first, second })
     }
 
     /// Writes side data.
     pub fn to_bytes(self) -> Vec<u8> {
         let StepFactors { keep, rate, epsilon } = self.factors;
         let mut out = [keep, rate, epsilon].map(f32::to_le_bytes).concat();
-        out.extend(self.moments.map(|dtype| dtype as u8));
-        out.extend([0, 0]);
+        let second = self.second.map_or(NO_MOMENT, |dtype| dtype as u8);
+        out.extend([self.first as u8, second, 0, 0]);
         out
     }
 
-    /// Writes what values of `dtype` become by the step. `values` are those of the parent and of the moments.
+    /// Writes what values of `dtype` become by the step. `values` are those of the parent and of the moments; without a
+    /// second moment, the last are empty.
     ///
     /// # Errors
     /// `Corrupt` if the dtype has no such step, or the numbers of values differ.
@@ -66,14 +78,16 @@ impl Step {
         values: [&[u8]; 3],
         out: &mut [u8],
     ) -> Result<()> {
-        let [m, v] = self.moments;
-        let bits = [dtype, m, v].map(float_bits);
+        // Without a second moment, any type will do.
+        let bits = [dtype, self.first, self.second.unwrap_or(self.first)].map(float_bits);
         let [Some(w), Some(m), Some(v)] = bits else {
             return Err(Error::corrupt(format!("predictor `step` of dtype {dtype}")));
         };
         let values = [(w, values[0]), (m, values[1]), (v, values[2])];
         let count = out.len() / w.width().bytes();
-        let fits = values.iter().all(|(bits, values)| values.len() == count * bits.width().bytes());
+        let counts = [count, count, if self.second.is_some() { count } else { 0 }];
+        let mut all = values.iter().zip(counts);
+        let fits = all.all(|((bits, values), count)| values.len() == count * bits.width().bytes());
         if !fits || !out.len().is_multiple_of(w.width().bytes()) {
             return Err(Error::corrupt("a step from inputs with other numbers of values"));
         }
@@ -99,11 +113,13 @@ impl Predict for Steps {
         inputs: &[&[u8]],
         out: &mut [u8],
     ) -> Result<Predicted> {
-        let &[weights, first, second] = inputs else {
-            return Err(Error::corrupt("predictor `step` without both moments"));
-        };
         let step = Step::parse(tensor.side.get(SideKind::STEP))?;
-        step.predict(kernels, tensor.dtype, [weights, first, second], out)?;
+        let values = match (inputs, step.second) {
+            (&[weights, first], None) => [weights, first, &[]],
+            (&[weights, first, second], Some(_)) => [weights, first, second],
+            _ => return Err(Error::corrupt("predictor `step` without its moments")),
+        };
+        step.predict(kernels, tensor.dtype, values, out)?;
         Ok(Predicted::Written)
     }
 
@@ -120,11 +136,14 @@ mod tests {
 
     #[test]
     fn side_data_is_read_back_and_anything_else_refused() {
-        for moments in [[DType::BFloat16, DType::Float32], [DType::Float16, DType::Float16]] {
-            let step = Step { factors: FACTORS, moments };
-            assert_eq!(Step::parse(&step.to_bytes()), Ok(step));
+        for first in [DType::BFloat16, DType::Float16, DType::Float32] {
+            for second in [None, Some(DType::Float16), Some(DType::Float32)] {
+                let step = Step { factors: FACTORS, first, second };
+                assert_eq!(Step::parse(&step.to_bytes()), Ok(step));
+            }
         }
-        let good = Step { factors: FACTORS, moments: [DType::Float32; 2] }.to_bytes();
+        let (first, second) = (DType::Float32, Some(DType::Float32));
+        let good = Step { factors: FACTORS, first, second }.to_bytes();
         let refused = |bytes: &[u8]| matches!(Step::parse(bytes), Err(Error::Corrupt { .. }));
         for len in 0..16 {
             assert!(refused(&good[..len]), "{len}");
@@ -145,11 +164,16 @@ mod tests {
 
     #[test]
     fn inputs_of_other_sizes_or_dtypes_are_refused() {
-        let step = Step { factors: FACTORS, moments: [DType::Float32, DType::BFloat16] };
+        let first = DType::Float32;
+        let step = Step { factors: FACTORS, first, second: Some(DType::BFloat16) };
         let (kernels, bytes) = (Kernels::default(), [0u8; 80]);
-        let predict = |dtype, sizes: [usize; 3], len: usize| {
+        let by = |step: Step, dtype, sizes: [usize; 3], len: usize| {
             step.predict(kernels, dtype, sizes.map(|n| &bytes[..n]), &mut [0; 80][..len])
         };
+        let predict = |dtype, sizes, len| by(step, dtype, sizes, len);
+        let single = Step { second: None, ..step };
+        assert_eq!(by(single, DType::Float32, [40, 40, 0], 40), Ok(()));
+        assert!(by(single, DType::Float32, [40, 40, 20], 40).is_err());
         assert_eq!(predict(DType::BFloat16, [20, 40, 20], 20), Ok(()));
         assert_eq!(predict(DType::Float32, [40, 40, 20], 40), Ok(()));
         for (dtype, sizes, len) in [

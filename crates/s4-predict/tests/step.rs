@@ -7,15 +7,35 @@ use s4_format::side::{Side, SideKind};
 use s4_planes::{Kernels, Simd, StepFactors, Width};
 use s4_predict::{Predict, Predicted, Step, Steps, Tensor};
 
+/// How the first table of examples starts.
+const START: &str = "| p | m | v |";
 const PAGE: &str = include_str!("../../../docs/predictors/step.md");
+
+#[test]
+fn the_example_without_a_second_moment() {
+    let page = PAGE.split_once("Without a second moment, `keep`").unwrap().1;
+    let step = Step::parse(&page::side_data(page)).unwrap();
+    let factors = StepFactors { keep: 1.0, rate: 0.1, epsilon: 1.0 };
+    assert_eq!(step, Step { factors, first: DType::BFloat16, second: None });
+    let rows = page::table(page, "| p | m | q | x |", 2);
+    let column = |i: usize| rows.iter().map(move |row| page::hex(row[i]));
+    let wide = |i| column(i).flat_map(u32::to_le_bytes).collect::<Vec<u8>>();
+    let first: Vec<u8> = column(1).flat_map(|x| (x as u16).to_le_bytes()).collect();
+    assert!(column(1).zip(column(2)).all(|(m, q)| m << 16 == q));
+    for kernels in Simd::available().map(Kernels::new) {
+        let mut out = [99; 8];
+        step.predict(kernels, DType::Float32, [&wide(0), &first, &[]], &mut out).unwrap();
+        assert_eq!(&out[..], &wide(3)[..]);
+    }
+}
 
 #[test]
 fn the_example_of_the_specification() {
     let side_data = page::side_data(PAGE);
     let step = Step::parse(&side_data).unwrap();
     let factors = StepFactors { keep: 0.99997, rate: 0.0003, epsilon: 1e-8 };
-    assert_eq!(step, Step { factors, moments: [DType::Float32, DType::BFloat16] });
-    let rows = page::table(PAGE, 4);
+    assert_eq!(step, Step { factors, first: DType::Float32, second: Some(DType::BFloat16) });
+    let rows = page::table(PAGE, START, 4);
     let column = |i: usize| rows.iter().map(move |row| page::hex(row[i]));
     let wide = |i| column(i).flat_map(u32::to_le_bytes).collect::<Vec<u8>>();
     let second: Vec<u8> = column(2).flat_map(|x| (x as u16).to_le_bytes()).collect();
@@ -39,6 +59,11 @@ fn the_example_of_the_specification() {
         kernels.sub_values(Width::B4, &mut values, &out);
         assert_eq!(values, residuals);
         assert!(Steps.predict(kernels, &tensor, 0, &inputs[..2], &mut out).is_err());
+        let mut alone = Side::default();
+        alone.push(SideKind::STEP, Step { second: None, ..step }.to_bytes()).unwrap();
+        let alone = Tensor { side: &alone, ..tensor };
+        assert!(Steps.predict(kernels, &alone, 0, &inputs[..2], &mut out).is_ok());
+        assert!(Steps.predict(kernels, &alone, 0, &inputs, &mut out).is_err());
         let bare = Tensor { side: &Side::default(), ..tensor };
         assert!(Steps.predict(kernels, &bare, 0, &inputs, &mut out).is_err());
     }

@@ -15,7 +15,7 @@ fn the_example_of_the_specification() {
     let update = Update::parse(&side_data).unwrap();
     let moments = [DType::Float32, DType::BFloat16];
     assert_eq!(update, Update { floor: 7800, offset: 8000, moments });
-    let rows = page::table(PAGE, 4);
+    let rows = page::table(PAGE, "| p | m | v |", 4);
     let column = |i: usize| rows.iter().map(move |row| page::hex(row[i]));
     let narrow = |i| column(i).flat_map(|x| (x as u16).to_le_bytes()).collect::<Vec<u8>>();
     let (parent, second, stored, residuals) = (narrow(0), narrow(2), narrow(4), narrow(6));

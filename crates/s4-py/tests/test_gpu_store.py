@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from pathlib import Path
@@ -189,6 +190,25 @@ def test_nothing_is_left_allocated(tmp_path: Path) -> None:
         torch.cuda.empty_cache()
         assert torch.cuda.mem_get_info()[0] >= before[0]
         assert not loaded
+
+
+def test_steps_of_sgd_take_next_to_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    layer = torch.nn.Linear(1000, 600, device="cuda")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.03, momentum=0.9, weight_decay=0.01)
+    states, entries = [], []
+    with CheckpointStore(tmp_path / "store") as store:
+        for step in range(4):
+            layer(torch.randn(16, 1000, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state = {"model": layer.state_dict(), "optimizer": optimizer.state_dict()}
+            entries.append(store.save_checkpoint(state, step))
+            states.append(copy.deepcopy(state))
+        for step, state in enumerate(states):
+            assert_identical(store.load_checkpoint(step, map_location="cuda"), state)
+    # Hardly more than the momentum. The others' parents are more than a step older.
+    assert entries[1].bytes < 4 * 1000 * 600
 
 
 def test_damage_of_a_parent_is_named(tmp_path: Path) -> None:

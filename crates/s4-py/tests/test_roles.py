@@ -152,3 +152,24 @@ def test_long_lists_and_many_groups_are_no_hyperparameters(tmp_path: Path) -> No
     state["optimizer"]["param_groups"] += groups
     s4weights.save(state, tmp_path / "b.s4w")
     assert len(s4weights.load(tmp_path / "b.s4w")["optimizer"]["param_groups"]) == 40_001
+
+
+def test_weights_after_a_step_of_sgd_take_next_to_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    layer = torch.nn.Linear(300, 200)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.03, momentum=0.9, weight_decay=0.01)
+
+    def state() -> dict[str, Any]:
+        layer(torch.randn(16, 300)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"model": layer.state_dict(), "optimizer": optimizer.state_dict()}
+
+    with s4weights.CheckpointStore(tmp_path / "store") as store:
+        store.save_checkpoint(state(), 1)
+        saved = state()
+        delta = store.save_checkpoint(saved, 2)
+        assert_identical(store.load_checkpoint(2), saved)
+    # Hardly more than the momentum.
+    assert delta.kind == "delta"
+    assert delta.bytes < 4 * 300 * 200

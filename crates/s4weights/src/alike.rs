@@ -90,7 +90,7 @@ fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
         shape: t.shape.to_vec(),
         role: t.role.map(|role| role.row.kind),
         has_parent: run.parents[i].is_some(),
-        has_moments: run.moments.get(i).is_some_and(Option::is_some),
+        has_moments: run.moments.get(i).is_some_and(|moments| !moments.is_empty()),
     })
 }
 

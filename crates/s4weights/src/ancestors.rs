@@ -2,6 +2,7 @@
 //! delta needs.
 
 use std::collections::{HashMap, HashSet};
+use std::iter;
 use std::sync::Arc;
 
 use s4_engine::{Expected, expected_of, moment_dtypes};
@@ -128,20 +129,20 @@ impl Reader {
     /// The numbers of the tensors of this checkpoint that decoding a tensor needs: the original of
     /// a copy, or the moments. All have as many values as the tensor.
     pub(crate) fn own_inputs(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
-        match self.plan(tensor).moments() {
-            Some(moments) => self.moments(tensor, moments, side).map(Vec::from),
-            None => Ok(self.own_input(tensor)?.into_iter().collect()),
+        match self.plan(tensor).has_moments() {
+            true => self.moments(tensor, side),
+            false => Ok(self.own_input(tensor)?.into_iter().collect()),
         }
     }
 
-    /// Checks the moments of a tensor: they must have the dtypes that its side data says, and need
+    /// The moments of a tensor: they must have the dtypes that its side data says, and need
     /// no other tensors themselves.
-    fn moments(&self, tensor: usize, numbers: [u32; 2], side: &Side) -> Result<[usize; 2]> {
-        let values = self.tensors[tensor].values().at(&self.name)?;
-        let dtypes =
-            moment_dtypes(self.plan(tensor), side).map_err(|e| e.in_tensor(self.label(tensor)));
-        let dtypes = dtypes.at(&self.name)?;
-        for (number, dtype) in numbers.into_iter().zip(dtypes) {
+    fn moments(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
+        let (values, plan) = (self.tensors[tensor].values().at(&self.name)?, self.plan(tensor));
+        let dtypes = moment_dtypes(plan, side).map_err(|e| e.in_tensor(self.label(tensor)));
+        let (first, second) = dtypes.at(&self.name)?;
+        let numbers = plan.moments().iter().map(|input| input.tensor);
+        for (number, dtype) in numbers.clone().zip(iter::once(first).chain(second)) {
             let moment = self.tensors[..self.named()].get(number as usize);
             let fits = moment.is_some_and(|m| {
                 let self_contained = self.plan(number as usize).own_inputs().next().is_none();
@@ -153,7 +154,7 @@ impl Reader {
                 return Err(e).at(&self.name);
             }
         }
-        Ok(numbers.map(|n| n as usize))
+        Ok(numbers.map(|n| n as usize).collect())
     }
 
     /// The number of the tensor of this checkpoint that a tensor is a copy of: it has as many
@@ -205,7 +206,7 @@ impl Reader {
             }
             let own =
                 self.own_inputs(t, &blocks[&t].side)?.into_iter().map(|number| self.host(number));
-            if plan.moments().is_some() { moments.extend(own) } else { beside.extend(own) }
+            if plan.has_moments() { moments.extend(own) } else { beside.extend(own) }
         }
         if !beside.is_empty() {
             // Paths of inputs within a checkpoint are short: that was checked when it was opened.
@@ -242,7 +243,7 @@ impl Reader {
             wants.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
         let mut moments = vec![];
         for want in wants {
-            if self.plan(want.tensor).moments().is_some()
+            if self.plan(want.tensor).has_moments()
                 && let Some(block) = self.block(want.tensor)?
             {
                 moments.extend(self.own_inputs(want.tensor, &block.side)?);

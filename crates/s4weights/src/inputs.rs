@@ -110,8 +110,8 @@ pub(crate) struct ParentInputs<'a> {
     recall: Option<(&'a Recall, &'a [&'a str])>,
     /// For each tensor, the choice to try first.
     choices: &'a [Option<Choice>],
-    /// For each tensor, its moments, if contexts may be derived from them.
-    moments: &'a [Option<[Moment<'a>; 2]>],
+    /// For each tensor, its moments, if it may be predicted from them.
+    moments: &'a [Vec<Moment<'a>>],
     /// Whether values that are quick to get are read late, by the threads that need them.
     late: bool,
 }
@@ -144,7 +144,7 @@ impl<'a> ParentInputs<'a> {
     }
 
     /// With the moments of the tensors.
-    pub(crate) fn with_moments(self, moments: &'a [Option<[Moment<'a>; 2]>]) -> Self {
+    pub(crate) fn with_moments(self, moments: &'a [Vec<Moment<'a>>]) -> Self {
         Self { moments, ..self }
     }
 
@@ -306,11 +306,11 @@ impl Inputs<Failure> for ParentInputs<'_> {
 
     #[cfg(feature = "cuda")]
     fn memory(&self) -> Vec<s4_engine::DeviceMemory> {
-        self.moments.iter().flatten().flatten().filter_map(|m| m.values.memory()).collect()
+        self.moments.iter().flatten().filter_map(|m| m.values.memory()).collect()
     }
 
-    fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
-        self.moments.get(tensor)?.as_ref()
+    fn moments(&self, tensor: usize) -> &[Moment<'_>] {
+        self.moments.get(tensor).map_or(&[], Vec::as_slice)
     }
 
     fn expected(&self, tensor: usize) -> Result<Option<Arc<Expected>>, Failure> {

@@ -2,6 +2,7 @@
 //! their moments, then copies of other tensors.
 
 use std::collections::HashMap;
+use std::iter;
 use std::ops::Range;
 
 use rayon::prelude::*;
@@ -39,8 +40,8 @@ struct Large<'a> {
     tensors: Vec<TensorValues<'a>>,
     /// For each tensor that will be stored as a copy, the index of its original.
     originals: Vec<Option<usize>>,
-    /// For each tensor whose contexts may be derived from its moments, their indices.
-    moments: Vec<Option<[usize; 2]>>,
+    /// For each tensor, the indices of its moments if it may be predicted from them.
+    moments: Vec<Vec<usize>>,
     /// The tensors that others need, once they are written.
     stored: HashMap<usize, Stored>,
 }
@@ -70,8 +71,8 @@ impl Large<'_> {
     /// Whether the moments of a tensor must be fetched first: one is on a device, and not on the
     /// tensor's.
     fn has_far_moments(&self, i: usize) -> bool {
-        let places = self.moments[i].iter().flatten().map(|&m| self.place(m));
-        places.into_iter().any(|place| place.is_some() && place != self.place(i))
+        let mut places = self.moments[i].iter().map(|&m| self.place(m));
+        places.any(|place| place.is_some() && place != self.place(i))
     }
 
     /// The tensors in the order of writing, in runs that an engine encodes together.
@@ -79,7 +80,7 @@ impl Large<'_> {
         let (copies, others): (Vec<_>, Vec<_>) =
             (0..self.tensors.len()).partition(|i| self.originals[*i].is_some());
         let (weights, others): (Vec<_>, Vec<_>) =
-            others.into_iter().partition(|i| self.moments[*i].is_some());
+            others.into_iter().partition(|i| !self.moments[*i].is_empty());
         let on_device = |i: usize| self.place(i).is_some();
         let others = others.chunk_by(|a, b| on_device(*a) == on_device(*b));
         let weights = weights.chunk_by(|a, b| {
@@ -93,7 +94,7 @@ impl Large<'_> {
 
     /// Whether a run needs values that are on devices.
     fn needs_device(&self, run: &[usize]) -> bool {
-        let needed = |i: usize| self.moments[i].into_iter().flatten().chain(self.originals[i]);
+        let needed = |i: usize| self.moments[i].iter().copied().chain(self.originals[i]);
         run.iter().any(|&i| self.place(i).is_some() || needed(i).any(|n| self.place(n).is_some()))
     }
 }
@@ -169,15 +170,15 @@ impl Writer {
         Ok(originals)
     }
 
-    /// For each tensor, the indices of its moments, if it may be stored as a delta with contexts
-    /// from them.
+    /// For each tensor, the indices of its first moment, and of its second if it has one, if it may be stored as a delta
+    /// that is predicted from them.
     fn find_moments(
         &self,
         registered: &[Registered<'_>],
         tensors: &[TensorValues<'_>],
         originals: &[Option<usize>],
-    ) -> Vec<Option<[usize; 2]>> {
-        let mut out = vec![None; tensors.len()];
+    ) -> Vec<Vec<usize>> {
+        let mut out = vec![vec![]; tensors.len()];
         if self.recall.as_ref().is_some_and(|recall| recall.is_read_back()) {
             return out;
         }
@@ -199,25 +200,26 @@ impl Writer {
             let weight = t.role.map(|r| r.row);
             let weight = weight.filter(|r| matches!(r.kind, RoleKind::Weight | RoleKind::Master));
             let found = weight.and_then(|r| moments.get(&r.parameter));
-            let Some(&[Some(m), Some(v)]) = found else { continue };
-            let alike = [m, v].iter().all(|n| values(&tensors[*n]) == values(t));
-            let dtypes = [m, v].map(|n| tensors[n].dtype);
-            let fits = may_use_moments(self.options.preset, t.dtype, dtypes);
+            let Some(&[Some(first), second]) = found else { continue };
+            let numbers: Vec<_> = iter::once(first).chain(second).collect();
+            let alike = numbers.iter().all(|n| values(&tensors[*n]) == values(t));
+            let dtypes: Vec<_> = numbers.iter().map(|n| tensors[*n].dtype).collect();
+            let fits = may_use_moments(self.options.preset, t.dtype, &dtypes);
             let has_parent = || parent.find(registered[i].source.name).is_some();
             if alike && fits && originals[i].is_none() && has_parent() {
-                out[i] = Some([m, v]);
+                out[i] = numbers;
             }
         }
         out
     }
 
-    /// The moments of a tensor, if contexts may be derived from them. Their values are those in
+    /// The moments of a tensor, if it may be predicted from them. Their values are those in
     /// `fetched`, or else where they are.
     fn moments_of<'a>(
         large: &'a Large<'_>,
         i: usize,
-        fetched: Option<&'a [Vec<u8>; 2]>,
-    ) -> Option<[Moment<'a>; 2]> {
+        fetched: Option<&'a [Vec<u8>]>,
+    ) -> Vec<Moment<'a>> {
         let moment = |k: usize, number: usize| {
             let Stored { records, .. } = large.stored.get(&number).filter(|s| s.self_contained)?;
             let TensorValues { dtype, values, .. } = large.tensors[number];
@@ -226,8 +228,9 @@ impl Writer {
             let tensor = large.registered[number].number as u32;
             Some(Moment { tensor, dtype, values, records })
         };
-        let [m, v] = large.moments[i]?;
-        Some([moment(0, m)?, moment(1, v)?])
+        let moments = large.moments[i].iter().enumerate().map(|(k, &number)| moment(k, number));
+        // All or none.
+        moments.collect::<Option<_>>().unwrap_or_default()
     }
 
     /// Writes tensors that are not copies: all in host memory, or all on devices.
@@ -240,18 +243,17 @@ impl Writer {
         let mut run = Run::default();
         // A tensor with such moments is a run of its own.
         let fetched = match numbers.first().filter(|i| large.has_far_moments(**i)) {
-            Some(&i) => self.fetch_moments(large, i)?,
+            Some(&i) => Some(self.fetch_moments(large, i)?),
             None => None,
         };
         for &i in numbers {
             let source = &large.registered[i].source;
             let parent = self.parent_of(source.name, source.dtype, source.shape);
             run.push(source, large.tensors[i], parent);
-            run.moments.push(Self::moments_of(large, i, fetched.as_ref()));
+            run.moments.push(Self::moments_of(large, i, fetched.as_deref()));
         }
         let coded = self.encode(&run, meter)?;
-        let inputs =
-            large.originals.iter().flatten().chain(large.moments.iter().flatten().flatten());
+        let inputs = large.originals.iter().flatten().chain(large.moments.iter().flatten());
         let mut needed = vec![false; large.tensors.len()];
         inputs.for_each(|&i| needed[i] = true);
         for (&i, coded) in numbers.iter().zip(&coded).filter(|(i, _)| needed[**i]) {
@@ -263,13 +265,12 @@ impl Writer {
     }
 
     /// Copies the moments of a tensor to the host.
-    fn fetch_moments(&self, large: &Large<'_>, i: usize) -> Result<Option<[Vec<u8>; 2]>> {
-        let Some(numbers) = large.moments[i] else { return Ok(None) };
-        let copy = |number: usize| match large.tensors[number].values {
+    fn fetch_moments(&self, large: &Large<'_>, i: usize) -> Result<Vec<Vec<u8>>> {
+        let copy = |&number: &usize| match large.tensors[number].values {
             Values::Host(values) => Ok(values.to_vec()),
             Values::Device(_) => self.fetch_whole(large, Some(number)),
         };
-        Ok(Some([copy(numbers[0])?, copy(numbers[1])?]))
+        large.moments[i].iter().map(copy).collect()
     }
 
     /// Writes copies of tensors that are already written. All copies are in one place, and so are
@@ -330,7 +331,7 @@ impl Writer {
         let parts = (0..memory.bytes()).step_by(FETCHED as usize);
         let item = |first: u64| {
             let part = first..memory.bytes().min(first + FETCHED);
-            FetchItem::of(memory, std::iter::once(part))
+            FetchItem::of(memory, iter::once(part))
         };
         let name = |_| Some(large.registered[number].source.name);
         let items: Vec<_> = parts.map(item).collect();

@@ -28,7 +28,7 @@ impl Level<'_> {
 
     /// Whether chunks have contexts from moments of the same checkpoint.
     pub(crate) fn has_moment_contexts(&self) -> bool {
-        self.spec().plan.moments().is_some() && self.block.records.iter().any(|r| !r.plain)
+        self.spec().plan.has_moments() && self.block.records.iter().any(|r| !r.plain)
     }
 }
 

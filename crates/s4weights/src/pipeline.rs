@@ -55,9 +55,8 @@ pub(crate) struct Run<'a> {
     pub(crate) groups: Vec<u8>,
     /// For each tensor, the number of the parent's tensor that it may be a delta of.
     pub(crate) parents: Vec<Option<u32>>,
-    /// For each tensor, its moments, if contexts may be derived from them. Empty if no tensor has
-    /// any.
-    pub(crate) moments: Vec<Option<[Moment<'a>; 2]>>,
+    /// For each tensor, its moments, if it may be predicted from them. Empty if no tensor has any.
+    pub(crate) moments: Vec<Vec<Moment<'a>>>,
 }
 
 impl<'a> Run<'a> {

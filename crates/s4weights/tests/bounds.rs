@@ -297,7 +297,7 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
                     manifest,
                     tensor: 0,
                     values: &sample,
-                    moments: None,
+                    moments: &[],
                     expected: None,
                 };
                 engine

@@ -185,18 +185,62 @@ fn any_dtypes(how: Told) {
     }
 }
 
-#[test]
-fn a_chain_is_read_from_its_base_and_applied_step_by_step() {
-    [Roughly, Exactly].into_iter().for_each(chain);
+/// A weight and its momentum, of these dtypes, after some steps of SGD.
+fn sgd([weight, momentum]: [DType; 2], steps: u64) -> Vec<Owned> {
+    let value = |i: u64| 0.05 * bell(i) - (1..=steps).map(|s| 0.03 * first(s, i)).sum::<f32>();
+    let tensor = |name: &str, dtype, of: &dyn Fn(u64) -> f32| {
+        Owned::new(name, dtype, &[ROWS, COLS], bytes(dtype, (0..ROWS * COLS).map(of)))
+    };
+    vec![tensor("w", weight, &value), tensor("w.m", momentum, &|i| first(steps, i))]
 }
 
-fn chain(how: Told) {
-    let dtypes = [BF16, BF16, BF16];
-    let states: Vec<_> = (0..5).map(|step| state(dtypes, step, how)).collect();
-    let mut chain = vec![open(save(&states[0], all_roles(), options(None)), None)];
+fn sgd_roles() -> Roles {
+    roles(&[(0, Weight), (1, ExpAvg)])
+}
+
+#[test]
+fn a_step_of_sgd_is_told_by_its_momentum() {
+    for dtypes in [[F32, F32], [F32, BF16], [BF16, F32], [BF16, BF16], [F16, F16], [F16, F32]] {
+        let (before, after) = (sgd(dtypes, 0), sgd(dtypes, 1));
+        let base = open(save(&before, sgd_roles(), options(None)), None);
+        let file = save(&after, sgd_roles(), options(Some(&base)));
+        let reader = open(file.clone(), Some(&base));
+        assert!(is_told(&reader, "w", Exactly), "{dtypes:?}: {}", plan(&reader, "w"));
+        check(&reader, &after);
+        let without_momentum = save(&after, Roles::default(), options(Some(&base)));
+        let weight = after[0].data.len() / 10;
+        assert!(file.len() + weight < without_momentum.len(), "{dtypes:?}");
+        for simd in Simd::available() {
+            let options = WriteOptions { simd: Some(simd), ..options(Some(&base)) };
+            assert!(save(&after, sgd_roles(), options) == file, "{simd}");
+        }
+        // One moment more than the side data says, and one less.
+        let twice = with_manifest(&file, |m| {
+            m.replace(r#",{"tensor":1}]"#, r#",{"tensor":1},{"tensor":1}]"#)
+        });
+        assert!(matches!(refusal(twice, &base), FormatError::Corrupt { .. }));
+    }
+    let (before, after) = (state([F32; 3], 0, Exactly), state([F32; 3], 1, Exactly));
+    let base = open(save(&before, all_roles(), options(None)), None);
+    let file = save(&after, all_roles(), options(Some(&base)));
+    let one = with_manifest(&file, |m| m.replace(r#",{"tensor":2}]"#, "]"));
+    assert!(matches!(refusal(one, &base), FormatError::Corrupt { .. }));
+}
+
+#[test]
+fn a_chain_is_read_from_its_base_and_applied_step_by_step() {
+    for how in [Roughly, Exactly] {
+        chain(how, all_roles(), |step| state([BF16; 3], step, how));
+    }
+    chain(Exactly, sgd_roles(), |step| sgd([F32; 2], step));
+}
+
+fn chain(how: Told, roles: Roles, state: impl Fn(u64) -> Vec<Owned>) {
+    let states: Vec<_> = (0..5).map(state).collect();
+    let mut chain = vec![open(save(&states[0], roles.clone(), options(None)), None)];
     for state in &states[1..] {
         let parent = chain.last().cloned();
-        let reader = open(save(state, all_roles(), options(parent.as_ref())), parent.as_ref());
+        let reader = open(save(state, roles.clone(), options(parent.as_ref())), parent.as_ref());
         assert!(is_told(&reader, "w", how), "{}", plan(&reader, "w"));
         check(&reader, state);
         chain.push(reader);

@@ -28,8 +28,8 @@ pub(crate) fn measure(
     let mut routes = [0; 6];
     routes[route as usize] = u32::try_from(count)?;
     let n = CHUNK / width as u64;
-    let scratch =
-        abi::encode_scratch(route, n, width as u64) + (n * (width as u64 - 1)).next_multiple_of(32);
+    let scratch = abi::encode_scratch(route, n, width as u64, n, false)
+        + (n * (width as u64 - 1)).next_multiple_of(32);
     let scratch_memory = lab.alloc(count * scratch)?;
     let chunks: Vec<_> = (0..count)
         .map(|i| encode_chunk(width, values, i, scratch_memory.address() + i * scratch))
@@ -53,9 +53,9 @@ pub(crate) fn measure(
     let in_slots = EncodeBatch { chunks: keeping.address(), ..batch };
     // SAFETY: all memory belongs to this function, has the sizes that abi.h requires, and is used by one
     // stream.
-    let slots = lab.time(|| Ok(unsafe { lab.stream.encode_streams(&in_slots) }?))?;
+    let slots = lab.time(|| Ok(unsafe { lab.stream.encode_streams(&in_slots, &[]) }?))?;
     // SAFETY: as above.
-    let whole = lab.time(|| Ok(unsafe { lab.stream.encode(&batch) }?))?;
+    let whole = lab.time(|| Ok(unsafe { lab.stream.encode(&batch, &[]) }?))?;
     let done = lab.download(&results, count as usize * size_of::<EncodeResult>())?;
     let done: Vec<EncodeResult> =
         done.chunks_exact(size_of::<EncodeResult>()).map(bytemuck::pod_read_unaligned).collect();
@@ -82,9 +82,9 @@ pub(crate) fn measure(
         lab.stream.fill(status.address(), 0, status.bytes())?;
     }
     // SAFETY: as above.
-    let bare = lab.time(|| Ok(unsafe { lab.stream.decode_streams(&batch) }?))?;
+    let bare = lab.time(|| Ok(unsafe { lab.stream.decode_streams(&batch, &[]) }?))?;
     // SAFETY: as above.
-    let checked = lab.time(|| Ok(unsafe { lab.stream.decode(&batch) }?))?;
+    let checked = lab.time(|| Ok(unsafe { lab.stream.decode(&batch, &[]) }?))?;
     let status = lab.download(&status, 4 * count as usize)?;
     if status.iter().any(|b| *b != 0) || !lab.holds(back, &tile.data)? {
         return Err("decoded values differ".into());

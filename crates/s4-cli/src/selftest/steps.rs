@@ -18,13 +18,15 @@ use crate::error::{Failure, Result};
 /// Several chunks of fp32, and not a round number.
 const VALUES: u32 = (1 << 17) + 1234;
 
-/// Dtypes of a weight and its moments.
-const DTYPES: [[DType; 3]; 5] = [
-    [DType::Float32, DType::Float32, DType::Float32],
-    [DType::Float32, DType::BFloat16, DType::Float16],
-    [DType::BFloat16, DType::BFloat16, DType::BFloat16],
-    [DType::BFloat16, DType::Float32, DType::Float16],
-    [DType::Float16, DType::Float16, DType::Float32],
+/// Dtypes of a weight and its moments: AdamW has two, SGD has one.
+const DTYPES: [&[DType]; 7] = [
+    &[DType::Float32, DType::Float32, DType::Float32],
+    &[DType::Float32, DType::BFloat16, DType::Float16],
+    &[DType::BFloat16, DType::BFloat16, DType::BFloat16],
+    &[DType::BFloat16, DType::Float32, DType::Float16],
+    &[DType::Float16, DType::Float16, DType::Float32],
+    &[DType::Float32, DType::BFloat16],
+    &[DType::BFloat16, DType::Float32],
 ];
 
 /// Numbers that an optimizer hardly ever sees: zeros, subnormal and large ones, infinities, NaNs.
@@ -119,10 +121,13 @@ fn save(tensors: &[TensorSource<'_>], options: WriteOptions) -> s4weights::Resul
     let memory = Memory::default();
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
     let kinds = [RoleKind::Weight, RoleKind::ExpAvg, RoleKind::ExpAvgSq];
-    let role =
-        |tensor| Role { tensor, parameter: tensor / 3, kind: kinds[tensor as usize % 3], group: 0 };
+    let kinds = (0..).zip(DTYPES).flat_map(|(parameter, dtypes)| {
+        kinds[..dtypes.len()].iter().map(move |kind| (parameter, *kind))
+    });
+    let roles = (0..).zip(kinds);
+    let role = |(tensor, (parameter, kind))| Role { tensor, parameter, kind, group: 0 };
     let groups = vec![BTreeMap::from([("eps".to_owned(), 1e-8)])];
-    writer.declare(Roles { tensors: (0..3 * DTYPES.len() as u32).map(role).collect(), groups })?;
+    writer.declare(Roles { tensors: roles.map(role).collect(), groups })?;
     writer.write(tensors)?;
     writer.finish(Contents::default())?;
     Ok(std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner())))
@@ -143,7 +148,11 @@ fn state(after: bool) -> Vec<Tensor> {
         let first = |i: u32| 0.01 * noise(i, 1) * (8.0 * noise(i, 3)).exp();
         let weight = |i: u32| {
             let before = 0.1 * noise(i, 0);
-            if after { before - 3e-4 * first(i) / second(i).sqrt() } else { before }
+            let update = match dtypes.len() {
+                3 => 3e-4 * first(i) / second(i).sqrt(),
+                _ => 0.03 * first(i),
+            };
+            if after { before - update } else { before }
         };
         // Here and there something else.
         let special = |i: u32, k: u32| match i % 61 < 3 && i % 3 == k {
@@ -152,7 +161,7 @@ fn state(after: bool) -> Vec<Tensor> {
         };
         let of: [(&str, &dyn Fn(u32) -> f32); 3] =
             [("weight", &weight), ("exp_avg", &first), ("exp_avg_sq", &second)];
-        for (k, ((kind, of), dtype)) in (0..).zip(of.into_iter().zip(dtypes)) {
+        for (k, ((kind, of), &dtype)) in (0..).zip(of.into_iter().zip(dtypes)) {
             let value = |i: u32| special(i, k).unwrap_or_else(|| of(i)).to_le_bytes();
             let mut data: Vec<u8> = (0..VALUES).flat_map(value).collect();
             if dtype != DType::Float32 {

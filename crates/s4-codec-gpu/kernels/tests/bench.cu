@@ -126,7 +126,7 @@ static std::vector<s4::DecodeChunk> decode_chunks(const Data& d, const std::vect
 static Bytes run(const Data& d, const Kernels& k, uint32_t flags, const s4::SharedTable* tables) {
   const bool composed = k.threads == s4::kComposedThreads && k.encode == s4_encode_composed;
   const size_t fused = d.width == 2 ? s4::kFusedScratch2 : s4::kFusedScratch4;
-  size_t each = composed ? s4::composed_encode_scratch(d.n, d.width) : fused;
+  size_t each = composed ? s4::composed_encode_scratch(d.n, d.width, d.n) : fused;
   if (flags & s4::kKeepPlanes) each += s4::round_up64(size_t{d.n} * (d.width - 1), 32);
   each = s4::round_up64(std::max<size_t>(each, s4::composed_decode_scratch(d.n, d.width, d.chunk_bytes)), 16);
   auto* scratch = device_array<uint8_t>(each * d.count);

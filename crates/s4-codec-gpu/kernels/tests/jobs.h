@@ -64,6 +64,21 @@ static void add_inputs(Input& in, Memory& pool, const Item& item, Chunk& c) {
   c.class_shift = item.class_shift;
 }
 
+// The exact size, so that what is written behind it is found.
+static uint64_t scratch_of(const EncodeItem& item) {
+  const uint64_t n = item.n, width = item.width;
+  const uint64_t planes = item.flags & s4::kKeepPlanes ? s4::round_up64(n * (width - 1), 32) : 0;
+  if (item.kind == 2) return s4::kFusedScratch2 + planes;
+  if (item.kind == 4) return s4::kFusedScratch4 + planes;
+  uint64_t coded = 0;
+  for (uint32_t i = 0; i < s4::planes_of(item.layout, item.width); i++)
+    if (item.coding[i] != s4::kCodeRaw)
+      coded = std::max<uint64_t>(coded, s4::plane_size(item.layout, item.width, item.n, i));
+  if (item.kind == 1) return s4::residual_encode_scratch(n, width, coded);
+  if (item.kind >= 8) return s4::predicted_encode_scratch(n, width, coded, item.contexts);
+  return s4::composed_encode_scratch(n, width, coded);
+}
+
 static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t>& kinds) {
   const auto item = in.get<EncodeItem>();
   kinds.push_back(item.kind);
@@ -73,13 +88,7 @@ static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t
   c.values = pool.add(in.bytes(bytes), item.skew);
   add_inputs(in, pool, item, c);
   c.sparse = item.sparse;
-  const uint64_t planes =
-      item.flags & s4::kKeepPlanes ? s4::round_up64(uint64_t(item.n) * (item.width - 1), 32) : 0;
-  c.scratch = pool.add(item.kind == 2   ? s4::kFusedScratch2 + planes
-                       : item.kind == 4 ? s4::kFusedScratch4 + planes
-                       : item.kind == 1 ? s4::residual_encode_scratch(item.n, item.width)
-                       : item.kind >= 8 ? s4::predicted_encode_scratch(item.n, item.width)
-                                        : s4::composed_encode_scratch(item.n, item.width));
+  c.scratch = pool.add(scratch_of(item));
   c.n = item.n;
   c.width = item.width;
   c.layout = item.layout;

@@ -273,7 +273,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         else {
             return Ok(false);
         };
-        let by_moments = chunk.plain == 0 && job.spec.plan.moments().is_some();
+        let by_moments = chunk.plain == 0 && job.spec.plan.has_moments();
         if by_moments && job.moments.is_none() {
             return Ok(false);
         }
@@ -412,7 +412,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         // values are the caller's, who promised that nothing else uses them, or scratch.
         unsafe {
             worker.compute.copy_spans(pinned.address(base + fetch_at), 1)?;
-            worker.compute.decode(&work)?;
+            worker.compute.decode(&work, &worker.beside)?;
             worker.compute.copy_spans(meta + spans as u64, count)?;
             let len = launch.chunks.len() * 4;
             worker.compute.copy_to_host(work.status, pinned, base + answers, len)?;

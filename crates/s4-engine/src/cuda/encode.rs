@@ -20,7 +20,7 @@ use inputs::{Decoding, open_inputs};
 
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces};
-use super::route::{PlanFields, codings, encode_route, position, scale};
+use super::route::{PlanFields, codings, encode_route, largest_coded, position, scale};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session, Sizes};
 use super::{Counters, Host};
@@ -116,7 +116,7 @@ impl<'a> EncodeQueue<'a> {
             route: encode_route(plan, bytes / width as u64, t.dtype),
             scale: scale(&plan.plan),
             own_input: plan_has_own_input(plan),
-            by_moments: plan.plan.moments().is_some(),
+            moments_count: plan.plan.moments().len(),
             ..Member::default()
         })
     }
@@ -232,18 +232,26 @@ impl<'a> EncodeQueue<'a> {
     fn room<E>(&self, member: &mut Member, extra_len: u64, inputs: &dyn Inputs<E>) -> (Room, u32) {
         let frames = member.bytes.next_multiple_of(ALIGN as u64);
         let Some(route) = member.route else { return (Room { frames, ..Room::default() }, 0) };
-        let width = self.chunks.tensors[member.tensor].dtype.value_width() as u64;
-        let scratch = abi::encode_scratch(route, member.bytes / width, width).next_multiple_of(16);
+        let plan = self.chunks.plan(member.tensor);
+        let width = self.chunks.tensors[member.tensor].dtype.value_width();
+        let n = member.bytes / width as u64;
+        let Ok(coded) = largest_coded(plan, n, width) else {
+            member.route = None;
+            return (Room { frames, ..Room::default() }, 0);
+        };
+        let (width, contexts) = (width as u64, !plan.plan.contexts.is_none());
+        let scratch = abi::encode_scratch(route, n, width, coded, contexts).next_multiple_of(16);
         let meta = PER_CHUNK + member.copies() * SPAN + extra_len;
         let copy = member.copy_room();
         let mut room = Room { frames, parents: 0, scratch: copy + scratch, meta };
         let mut sets = 0;
         if member.scale > 0 {
             let size = inputs.size(member.tensor, member.chunk);
-            let own = plan_has_own_input(self.chunks.plan(member.tensor));
+            let own = plan_has_own_input(plan);
             room.parents = if own && size.bytes == 0 { 0 } else { member.input_room() };
-            let scratch = scratch.max(parent::scratch(member.bytes, width));
-            room.scratch = copy + member.input_room() + scratch;
+            // A parent is decoded where the planes will be.
+            let decoding = if own { 0 } else { parent::scratch(member.bytes, width) };
+            room.scratch = copy + member.input_room() + scratch.max(decoding);
             if own {
                 room.meta += member.input_bytes().div_ceil(abi::COPY_SPAN_BYTES) * PER_CHECK;
             } else if self.on_device(size, member.bytes) {
@@ -254,10 +262,8 @@ impl<'a> EncodeQueue<'a> {
             }
         }
         if member.has_moments() {
-            let copies = inputs
-                .moments(member.tensor)
-                .and_then(|moments| self.room_of_moments(member, moments, &mut room));
-            let Some(copies) = copies else {
+            let moments = inputs.moments(member.tensor);
+            let Some(copies) = self.room_of_moments(member, moments, &mut room) else {
                 member.route = None;
                 return (Room { frames, ..Room::default() }, 0);
             };
@@ -322,10 +328,10 @@ impl<'a> EncodeQueue<'a> {
                     let (at, to) = (pinned + start, meta + start as u64);
                     worker.compute.copy_to_device(&slot.pinned, at, end - start, to)?;
                     for level in batches {
-                        worker.compute.decode(level)?;
+                        worker.compute.decode(level, &worker.beside)?;
                     }
                 }
-                worker.compute.encode(&batch)?;
+                worker.compute.encode(&batch, &worker.beside)?;
                 let count = 1 + u32::from(decoding.is_some());
                 worker.compute.copy_spans(meta + results - 2 * SPAN, count)?;
             }
@@ -578,7 +584,7 @@ impl<'a> EncodeQueue<'a> {
         &mut self,
         member: &Member,
         input: Option<Input<'_>>,
-        moments: Option<&[Moment<'_>; 2]>,
+        moments: &[Moment<'_>],
         frame: &mut Vec<u8>,
     ) -> Result<EncodedChunk> {
         let values = if member.scale > 0 { Some(self.input_on_host(member, input)?) } else { None };
@@ -589,8 +595,10 @@ impl<'a> EncodeQueue<'a> {
         let mut given = values.as_slice().to_vec();
         let mut gone = plan_has_own_input(plan) && values.is_some_and(<[u8]>::is_empty);
         let mut read = [vec![], vec![]];
-        if plan.plan.moments().is_some() {
-            let moments = moments.ok_or_else(|| missing_moments(tensor, chunk))?;
+        if plan.plan.has_moments() {
+            if moments.len() != plan.plan.moments().len() {
+                return Err(missing_moments(tensor, chunk).into());
+            }
             let count = (self.values.len() / t.dtype.value_width()) as u64;
             let range = (chunk << plan.chunk_log2, count);
             for (moment, buffer) in moments.iter().zip(&mut read) {
@@ -650,7 +658,7 @@ fn has_changed(session: &Session<'_>, group: &Group<'_>, member: &Member) -> boo
         let sum = unsafe { pinned.slice(found + 4 * i, 4) };
         u32::from_le_bytes(sum.try_into().unwrap_or_default()) == group.checks[i].crc
     });
-    let unknown = member.has_moments() && member.moments.contains(&0);
+    let unknown = member.has_moments() && member.moments[..member.moments_count].contains(&0);
     !stored || unknown
 }
 

@@ -40,7 +40,8 @@ pub struct FrameJob<'a> {
     pub pieces: Vec<Piece>,
     /// For a copy, where the values that it is a copy of already lie; for a rounded copy they have twice its bytes.
     pub input: Option<DeviceMemory>,
-    /// For weights with contexts from moments, where the values of both moments already lie, as many as its own.
+    /// For weights predicted from moments, or with contexts from them, where the values of both moments already lie, as
+    /// many as its own; twice the same if there is one.
     pub moments: Option<[DeviceMemory; 2]>,
 }
 
@@ -93,9 +94,9 @@ impl Frames {
 
 /// Whether the moments of a chunk lie on a device, and have as many values as the chunk.
 fn has_moments(job: &FrameJob<'_>, moments: [DeviceMemory; 2], ordinal: u32) -> bool {
-    let Ok(dtypes) = moment_dtypes(job.spec.plan, job.spec.side) else { return false };
+    let Ok((first, second)) = moment_dtypes(job.spec.plan, job.spec.side) else { return false };
     let values = job.bytes / job.spec.dtype.value_width() as u64;
-    moments.iter().zip(dtypes).all(|(m, dtype)| {
+    moments.iter().zip([first, second.unwrap_or(first)]).all(|(m, dtype)| {
         let bytes = values.checked_mul(dtype.value_width() as u64);
         m.ordinal() == ordinal && bytes == Some(m.bytes())
     })

@@ -87,8 +87,7 @@ impl<'a> Levels<'a> {
         for (level, (f, &address)) in frames.iter().zip(at).enumerate() {
             let routed = decode_route(&f.spec, &f.record, &f.bytes, to.bytes);
             // Callers give no moments for a parent.
-            let by_moments =
-                |chunk: &DecodeChunk| chunk.plain == 0 && f.spec.plan.moments().is_some();
+            let by_moments = |chunk: &DecodeChunk| chunk.plain == 0 && f.spec.plan.has_moments();
             let Some((route, mut chunk)) = routed.filter(|r| !by_moments(&r.1)) else {
                 return false;
             };

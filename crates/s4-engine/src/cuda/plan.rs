@@ -204,13 +204,11 @@ impl CudaEngine {
             Values::Host(_) => moment.sample(dtype).map(Cow::Owned),
             Values::Device(_) => Ok(Cow::Borrowed(fetched)),
         };
-        let moments = match given.inputs.moments(tensor).zip(moments) {
-            Some(([m, v], [of_m, of_v])) => {
-                Some([(m, sample_of((m, of_m))?), (v, sample_of((v, of_v))?)])
-            }
-            None => None,
-        };
-        let moments = moments.as_ref().map(|m| m.each_ref().map(|(m, s)| m.with_sample(s)));
+        let given_moments = given.inputs.moments(tensor);
+        let samples = given_moments.iter().zip(moments).map(sample_of);
+        let samples = samples.collect::<s4_format::Result<Vec<_>>>()?;
+        let moments = given_moments.iter().zip(&samples).map(|(m, sample)| m.with_sample(sample));
+        let moments = &moments.collect::<Vec<_>>()[..];
         let parent = ParentSample { manifest, tensor: number, values: parent, expected, moments };
         let probes = Sample::fetched(planner::parent_probes(dtype, values), probes);
         cpu.plan_difference(&about, probes, &parent, offsets, scratch, &alone)
@@ -268,7 +266,7 @@ struct Fetched<'a> {
     alone: &'a [u8],
     probes: &'a [u8],
     /// Samples of its moments, if it has some; empty for moments in host memory.
-    moments: Option<[&'a [u8]; 2]>,
+    moments: Vec<&'a [u8]>,
     grid: &'a [u8],
 }
 
@@ -289,12 +287,11 @@ fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> Fetched
         true => alone,
         false => take(&mut probes_of(given, tensor).into_iter().map(bytes_of)),
     };
-    let moments = given.inputs.moments(tensor).map(|moments| {
-        moments.each_ref().map(|m| match m.values {
-            Values::Device(_) => take(&mut m.probes(t.dtype)),
-            Values::Host(_) => &[][..],
-        })
+    let moments = given.inputs.moments(tensor).iter().map(|m| match m.values {
+        Values::Device(_) => take(&mut m.probes(t.dtype)),
+        Values::Host(_) => &[][..],
     });
+    let moments = moments.collect();
     Fetched { alone, probes, moments, grid: rest }
 }
 
@@ -317,7 +314,7 @@ fn rows_of<E>(given: &Given<'_, E>, tensor: usize, grid: Option<&Grid>) -> Resul
     let (memory, width) = (device_memory(t)?, t.dtype.value_width() as u64);
     let runs = planner::sampled_runs(t.values.bytes() / width).chain(probes_of(given, tensor));
     let mut rows = Rows::of(memory, width, runs)?;
-    for moment in given.inputs.moments(tensor).into_iter().flatten() {
+    for moment in given.inputs.moments(tensor) {
         if let Some(memory) = moment.values.memory() {
             rows.extend(Rows::of(memory, 1, moment.probes(t.dtype))?);
         }

@@ -146,6 +146,13 @@ pub(super) fn codings(plan: &TensorPlan) -> [u8; MAX_PLANES] {
     out
 }
 
+/// Bytes of the largest plane of `n` values that is not stored raw.
+pub(super) fn largest_coded(plan: &TensorPlan, n: u64, width: usize) -> Result<u64> {
+    let sizes = Planes::new(plan.plan.layout, width, usize::try_from(n).unwrap_or(usize::MAX))?;
+    let coded = sizes.sizes().iter().zip(codings(plan)).filter(|c| c.1 != coding::RAW);
+    Ok(coded.map(|(size, _)| *size as u64).max().unwrap_or(0))
+}
+
 /// Index of a chunk's first value in its tensor, and the number of values in a row of the tensor; 0
 /// if it has one dimension.
 pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) -> (u64, u64) {

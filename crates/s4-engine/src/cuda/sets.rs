@@ -247,14 +247,16 @@ fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Off
 
 /// What a plan uses its tensor's moments for, if it does.
 fn by_moments(plan: &Plan, dtype: DType, side: &Side, one_table: u8) -> Result<Option<ByMoments>> {
-    if plan.moments().is_none() {
+    if !plan.has_moments() {
         return Ok(None);
     }
-    let [first, second] = moment_dtypes(plan, side)?;
-    let [Some(weight), Some(first), Some(second)] = [dtype, first, second].map(float) else {
-        return Err(Error::corrupt(format!("values from moments of dtype {dtype}")));
+    let (first, second) = moment_dtypes(plan, side)?;
+    let type_of = |dtype| {
+        let what = || Error::corrupt(format!("values from moments of dtype {dtype}"));
+        float(dtype).ok_or_else(what)
     };
-    let moments = [first, second];
+    let second = second.map_or(Ok(abi::float::NONE), type_of)?;
+    let (weight, moments) = (type_of(dtype)?, [type_of(first)?, second]);
     Ok(Some(if plan.predictor == PredictorId::STEP {
         let StepFactors { keep, rate, epsilon } = Step::parse(side.get(SideKind::STEP))?.factors;
         ByMoments::Step(abi::Step { keep, rate, epsilon, weight, moments, reserved: 0 })

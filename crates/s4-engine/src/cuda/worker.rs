@@ -11,10 +11,10 @@ use crate::DeviceMemory;
 /// encoded, one being copied to the host, and one being handed on.
 pub(super) const SLOTS: usize = 4;
 /// The most bytes of values in one group: two chunks for each multiprocessor of a large device. The
-/// kernels take nearly as long for fewer.
-const LARGEST_GROUP: u64 = 64 << 20;
+/// kernels take nearly as long for fewer. (The default budgets allow 80 MiB.)
+const LARGEST_GROUP: u64 = 128 << 20;
 /// Shares that the device budget is divided into for encoding and decoding.
-const SHARES: u64 = SLOTS as u64 + 6;
+const SHARES: u64 = SLOTS as u64 + 4;
 /// Larger budgets are used in whole pieces of this size, which a device maps quickly.
 const PIECE: u64 = 32 << 20;
 /// The least device memory that the engine works in.
@@ -98,7 +98,7 @@ impl Sizes {
         let host_frames = (host - meta).min(frames) & !255;
         let scratch = match task {
             // Kernels get no faster with more than this.
-            Task::Code => ((device - slots * (frames + meta)) & !255).min(6 * frames),
+            Task::Code => ((device - slots * (frames + meta)) & !255).min(4 * frames),
             Task::Plan => 0,
         };
         Ok(Self { task, frames, host_frames, meta, scratch })
@@ -134,6 +134,8 @@ pub(super) struct Slot {
 pub(super) struct Worker {
     pub(super) device: Arc<Device>,
     pub(super) compute: Arc<Stream>,
+    /// For kernels that may run beside those of `compute`, which waits for them.
+    pub(super) beside: [Stream; 2],
     pub(super) copy: Arc<Stream>,
     /// Copies to the device while `copy` copies from it: the link carries both at once.
     pub(super) up: Arc<Stream>,
@@ -164,6 +166,7 @@ impl Worker {
         Ok(Self {
             slots: (0..task.slots()).map(slot).collect::<Result<_>>()?,
             compute: Arc::new(Stream::new(&device)?),
+            beside: [Stream::new(&device)?, Stream::new(&device)?],
             copy: Arc::new(Stream::new(&device)?),
             up: Arc::new(Stream::new(&device)?),
             pool: Pool::new(&device, scratch),
@@ -308,10 +311,12 @@ impl<'a> Session<'a> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        let Worker { compute, copy, up, .. } = &*self.worker;
+        let Worker { compute, beside, copy, up, .. } = &*self.worker;
         // No work may be in flight on memory that goes away. An error was reported before, or is of
         // a device that is gone.
-        let _ = compute.synchronize().and(copy.synchronize()).and(up.synchronize());
+        for stream in [&**compute, &beside[0], &beside[1], &**copy, &**up] {
+            let _ = stream.synchronize();
+        }
         self.arena = None;
     }
 }
@@ -339,7 +344,7 @@ mod tests {
         assert!(planning.frames >= 11 << 20 && 2 * (planning.frames + planning.meta) <= 24 << 20);
         assert_eq!(planning.frames, planning.host_frames);
         // With ample device memory all multiprocessors are kept busy, without more pinned memory.
-        let large = Sizes::cut(Task::Code, 672 << 20, 72 << 20).unwrap();
+        let large = Sizes::cut(Task::Code, 544 << 20, 72 << 20).unwrap();
         assert!(large.frames >= 60 << 20 && large.host_frames >= 14 << 20, "{large:?}");
         let small = Sizes::cut(Task::Code, 8 << 20, 96 << 20).unwrap_err();
         assert!(matches!(small, GpuError::Budget { budget: 8_388_608, .. }), "{small}");

@@ -14,8 +14,8 @@ use super::{
 use crate::scratch::width_of;
 use crate::{CpuEngine, Preset, Scratch, TensorPlan};
 
-/// Bytes that two more inputs add to the manifest.
-const MOMENTS: u64 = 40;
+/// Bytes that one more input adds to the manifest.
+const MOMENT: u64 = 20;
 
 // Thresholds are parts of what is compared: 128 means one in 128.
 
@@ -213,7 +213,8 @@ impl CpuEngine {
                 (self.best(about, (&from.ordered, &mut from.counted), of, scratch)?, contexts)
             }
             Method::Update if allowed.sub && allowed.update && from.ordered.len() < about.bytes => {
-                let Some(moments) = &parent.moments else { return Ok(None) };
+                let &[first, second] = parent.moments else { return Ok(None) };
+                let moments = &[first, second];
                 // Negated in place as the moments say; nothing after this needs them unnegated.
                 let mut turned = std::mem::take(&mut from.ordered);
                 let Some(turn) = self.turn(dtype, moments, &mut turned)? else { return Ok(None) };
@@ -238,13 +239,17 @@ impl CpuEngine {
                     return Ok(None);
                 };
                 let mut predicted = vec![0; parent.values.len()];
-                let inputs = [parent.values, moments[0].values, moments[1].values];
+                let second = moments.get(1).map_or(&[][..], |second| second.values);
+                let inputs = [parent.values, moments[0].values, second];
                 step.predict(self.kernels, dtype, inputs, &mut predicted)?;
                 let mut rest = from.sample.values.clone();
                 self.kernels.sub_values(width_of(about.width())?, &mut rest, &predicted);
                 let values = (&rest[..], &mut Counted::default());
                 let best = self.best(about, values, SampleKind::Ordered, scratch)?;
-                (best.map(|best| best.with_moments(about, rest.len())), step.to_bytes())
+                (
+                    best.map(|best| best.with_moments(moments.len(), about, rest.len())),
+                    step.to_bytes(),
+                )
             }
             Method::Blend if allowed.blend => {
                 let Some(offsets) = offsets else { return Ok(None) };
@@ -265,10 +270,10 @@ impl CpuEngine {
         about: &TensorFacts<'_>,
         sample: &Sample,
         parent: &'p ParentSample<'_>,
-    ) -> Result<Option<(Step, &'p [MomentSample<'p>; 2])>> {
+    ) -> Result<Option<(Step, &'p [MomentSample<'p>])>> {
         let (values, all) = (&sample.values[..], sample.values.len() == about.bytes);
-        let Some(moments) = parent.moments.as_ref().filter(|_| !all) else { return Ok(None) };
-        if !allowed(about.preset).step {
+        let moments = parent.moments;
+        if all || moments.is_empty() || !allowed(about.preset).step {
             return Ok(None);
         }
         let step = self.fit_step(about.dtype, (values, parent.values), moments, about.epsilon)?;
@@ -295,14 +300,15 @@ impl CpuEngine {
             SampleKind::InContext { model, tensor, inputs, values },
             scratch,
         )?;
-        Ok(best.map(|best| best.with_moments(about, differences.len())))
+        Ok(best.map(|best| best.with_moments(moments.len(), about, differences.len())))
     }
 }
 
 impl Candidate {
     /// The same for a plan that also lists the moments as inputs, once for the tensor. `len`: bytes of the sample.
-    fn with_moments(mut self, about: &TensorFacts<'_>, len: usize) -> Self {
-        let listed = 8 * MOMENTS * (len / about.width()) as u64 / about.values().max(1);
+    fn with_moments(mut self, moments: usize, about: &TensorFacts<'_>, len: usize) -> Self {
+        let bytes = MOMENT * moments as u64;
+        let listed = 8 * bytes * (len / about.width()) as u64 / about.values().max(1);
         self.bits += listed;
         self
     }
@@ -360,14 +366,13 @@ impl Difference {
     fn plan(self, about: &TensorFacts<'_>, parent: &ParentSample<'_>) -> Result<TensorPlan> {
         let Self { method, best, side, .. } = self;
         let (manifest, tensor) = (parent.manifest, parent.tensor);
-        let plan = |layout| match (method, &parent.moments) {
-            (Method::Update, Some(moments)) => {
-                let moments = moments.each_ref().map(|m| m.tensor);
-                Plan { layout, ..Plan::update(manifest, tensor, moments) }
+        let plan = |layout| match (method, parent.moments) {
+            (Method::Update, [first, second]) => {
+                Plan { layout, ..Plan::update(manifest, tensor, [first.tensor, second.tensor]) }
             }
-            (Method::Step, Some(moments)) => {
-                let moments = moments.each_ref().map(|m| m.tensor);
-                Plan::step(layout, manifest, tensor, moments)
+            (Method::Step, moments) => {
+                let moments: Vec<_> = moments.iter().map(|m| m.tensor).collect();
+                Plan::step(layout, manifest, tensor, &moments)
             }
             (Method::Blend, _) => Plan::blend(layout, manifest, tensor),
             (Method::Xor, _) => Plan::delta(layout, manifest, tensor),

@@ -93,9 +93,9 @@ pub struct ParentSample<'a> {
     pub tensor: u32,
     /// Its values at [`parent_probes`], one run after the other.
     pub values: &'a [u8],
-    /// The tensor's moments, in its own checkpoint, if they are stored and may be read with it.
-    /// Tensors that the sample holds whole have no use for them.
-    pub moments: Option<[MomentSample<'a>; 2]>,
+    /// The tensor's first moment, and the second if there is one, in its own checkpoint, if they are stored and may be
+    /// read with it. Tensors that the sample holds whole have no use for them.
+    pub moments: &'a [MomentSample<'a>],
     /// What its rows and columns predict for its values, if it is stored with them.
     pub expected: Option<&'a Expected>,
 }

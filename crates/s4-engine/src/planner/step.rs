@@ -44,30 +44,34 @@ impl CpuEngine {
         &self,
         dtype: DType,
         (values, parent): (&[u8], &[u8]),
-        moments: &[MomentSample<'_>; 2],
+        moments: &[MomentSample<'_>],
         epsilon: Option<f64>,
     ) -> Result<Option<Step>> {
-        let dtypes = moments.each_ref().map(|m| m.dtype);
-        let all = [dtype, dtype, dtypes[0], dtypes[1]].map(float_bits);
-        if all.contains(&None) || !rounds_to_nearest() {
-            return Ok(None);
-        }
+        let Some((first, second)) = moments.split_first() else { return Ok(None) };
+        let second = second.first();
         let n = values.len() / dtype.value_width();
-        let mut floats = [vec![], vec![], vec![], vec![]];
-        let given = [values, parent, moments[0].values, moments[1].values];
-        for ((to, bits), values) in floats.iter_mut().zip(all.into_iter().flatten()).zip(given) {
+        let mut floats = [const { vec![] }; 4];
+        let given = [(dtype, values), (dtype, parent)].into_iter();
+        let given = given.chain(moments.iter().map(|m| (m.dtype, m.values)));
+        for (to, (dtype, values)) in floats.iter_mut().zip(given) {
+            let Some(bits) = float_bits(dtype) else { return Ok(None) };
             if values.len() != n * bits.width().bytes() {
                 return Err(Error::corrupt("a sample of other values than its moments'"));
             }
             to.resize(n, 0.0);
             self.kernels.to_floats(bits, values, to);
         }
-        // Whatever the role table says.
+        if !rounds_to_nearest() {
+            return Ok(None);
+        }
+        // Whatever the role table says. Without second moments, first moments are divided by 1.
         let epsilon = epsilon.filter(|e| (1e-30..1e3).contains(e)).unwrap_or(EPSILON);
+        let (has_second, epsilon) = (second.is_some(), second.map_or(1.0, |_| epsilon));
+        floats[3].resize(n, 0.0);
         let mut start = Constants { keep: 0.0, rate: 0.0, epsilon };
         for most in [FIRST, MOST] {
             let seen = seen(&floats, most);
-            let Some(found) = fit(&seen, start) else { return Ok(None) };
+            let Some(found) = fit(&seen, start, has_second) else { return Ok(None) };
             if !found.explains(&seen, dtype) {
                 return Ok(None);
             }
@@ -78,7 +82,8 @@ impl CpuEngine {
         let single = |x: f64| if x.abs() < 1e-37 { 0.0 } else { x as f32 };
         let factors =
             StepFactors { keep: single(1.0 + keep), rate: single(rate), epsilon: single(epsilon) };
-        Ok(factors.are_valid().then_some(Step { factors, moments: dtypes }))
+        let (first, second) = (first.dtype, second.map(|m| m.dtype));
+        Ok(factors.are_valid().then_some(Step { factors, first, second }))
     }
 }
 
@@ -149,8 +154,9 @@ fn some_of(seen: &[Seen]) -> impl Iterator<Item = &Seen> + Clone {
     seen.iter().step_by(seen.len().div_ceil(LOOKED_AT).max(1))
 }
 
-/// The constants by least squares, from those of an earlier fit; `None` if the values do not determine them.
-fn fit(seen: &[Seen], start: Constants) -> Option<Constants> {
+/// The constants by least squares, from those of an earlier fit; `None` if the values do not determine them. `epsilon`
+/// is only fitted if there are second moments.
+fn fit(seen: &[Seen], start: Constants, has_second: bool) -> Option<Constants> {
     let mut found = start;
     for _ in 0..ROUNDS {
         // Without zeros: rows of an embedding that was never used have no moments.
@@ -161,7 +167,10 @@ fn fit(seen: &[Seen], start: Constants) -> Option<Constants> {
         for s in seen {
             let quotient = found.quotient(s);
             // What a larger epsilon would change.
-            let by_epsilon = found.rate * quotient / (s.root + found.epsilon);
+            let by_epsilon = match has_second {
+                true => found.rate * quotient / (s.root + found.epsilon),
+                false => 0.0,
+            };
             let row = [s.weight, -quotient, by_epsilon, s.change];
             // False for a NaN.
             if found.size(s, quotient) <= limit && by_epsilon.is_finite() {
@@ -257,7 +266,8 @@ mod tests {
                     _ => s.root = 0.0,
                 }
             }
-            let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }).unwrap();
+            let found =
+                fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }, true).unwrap();
             let near = |a: f64, b: f64, most: f64| (a / b - 1.0).abs() < most;
             assert!(near(found.rate, real.rate, 1e-6), "{found:?}");
             assert!(near(1.0 + found.keep, 1.0 + real.keep, 1e-9), "{found:?}");
@@ -276,7 +286,7 @@ mod tests {
             s.change = (s.change / unit).round() * unit;
         }
         assert!(seen.iter().filter(|s| s.change == 0.0).count() > 2000);
-        let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }).unwrap();
+        let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }, true).unwrap();
         assert!((found.rate / real.rate - 1.0).abs() < 0.2, "{found:?}");
     }
 
@@ -288,25 +298,40 @@ mod tests {
             (s.first, s.root, s.change) = (0.0, 0.0, real.keep * s.weight);
         }
         assert!(seen.iter().filter(|s| s.first == 0.0).count() >= 2000);
-        let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }).unwrap();
+        let found = fit(&seen, Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }, true).unwrap();
         assert!((found.rate / real.rate - 1.0).abs() < 1e-6, "{found:?}");
         assert!((found.keep / real.keep - 1.0).abs() < 1e-3, "{found:?}");
+    }
+
+    #[test]
+    fn without_second_moments_the_first_are_the_update() {
+        let real = Constants { keep: -1e-5, rate: 0.1, epsilon: 1.0 };
+        let mut seen = like(real, 4000);
+        for s in &mut seen {
+            s.root = 0.0;
+            s.change = real.keep * s.weight - real.rate * s.first;
+        }
+        let start = Constants { keep: 0.0, rate: 0.0, epsilon: 1.0 };
+        let found = fit(&seen, start, false).unwrap();
+        assert!((found.rate / real.rate - 1.0).abs() < 1e-6, "{found:?}");
+        assert!((found.keep / real.keep - 1.0).abs() < 1e-3, "{found:?}");
+        assert!(found.epsilon == 1.0 && found.explains(&seen, DType::Float32), "{found:?}");
     }
 
     #[test]
     fn nothing_is_found_where_nothing_changes_or_by_chance() {
         let still = like(Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 }, 1000);
         let start = Constants { keep: 0.0, rate: 0.0, epsilon: 1e-8 };
-        let found = fit(&still, start);
+        let found = fit(&still, start, true);
         assert!(found.is_none_or(|found| !found.explains(&still, DType::Float32)));
         let mut any = like(Constants { keep: -3e-5, rate: 3e-4, epsilon: 1e-8 }, 1000);
         let n = any.len();
         for i in 0..n {
             any[i].change = any[(i * 7 + 3) % n].change;
         }
-        let found = fit(&any, start);
+        let found = fit(&any, start, true);
         assert!(found.is_none_or(|found| !found.explains(&any, DType::Float32)));
-        assert!(fit(&[], start).is_none());
+        assert!(fit(&[], start, true).is_none());
     }
 
     #[test]

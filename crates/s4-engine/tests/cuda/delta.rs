@@ -52,7 +52,7 @@ pub(crate) fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>)
     let view = host.view();
     let values = &sample(before)[..];
     let parent =
-        ParentSample { manifest: MANIFEST, tensor: 3, values, moments: None, expected: None };
+        ParentSample { manifest: MANIFEST, tensor: 3, values, moments: &[], expected: None };
     let plan = plan.unwrap_or_else(|| {
         cpu.plan(
             &PlanJob { parent: Some(&parent), ..PlanJob::new(Preset::Fast, &view) },

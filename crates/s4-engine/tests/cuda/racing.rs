@@ -202,7 +202,7 @@ fn frames_of_changing_differences_decode() {
             manifest: Digest([7; 32]),
             tensor: 0,
             values: &sample,
-            moments: None,
+            moments: &[],
             expected: None,
         };
         cpu.plan(

@@ -70,7 +70,7 @@ impl Weights {
                 dtype: moments[k].0,
                 values: &samples[k],
             };
-            let moments = Some([moment(0), moment(1)]);
+            let moments = &[moment(0), moment(1)];
             let parent = ParentSample {
                 manifest: MANIFEST,
                 tensor: 3,
@@ -95,7 +95,8 @@ impl Weights {
                 part(second, v.value_width()),
             ];
             let inputs = given.each_ref().map(|i| &i[..]);
-            let job = EncodeJob { view: &view, plan: &plan, chunk, inputs: &inputs };
+            let inputs = &inputs[..1 + plan.plan.moments().len()];
+            let job = EncodeJob { view: &view, plan: &plan, chunk, inputs };
             let mut frame = vec![];
             chunks.push((cpu.encode(&job, &mut scratch, &mut frame).unwrap(), frame));
         }
@@ -139,7 +140,8 @@ fn rounded(dtype: DType, wide: Vec<u8>) -> Vec<u8> {
 
 /// A plan that takes a step, and codes every plane in the same way.
 fn forced_step(dtype: DType, step: Step, layout: LayoutId, coding: PlaneCoding) -> TensorPlan {
-    let plan = Plan::step(layout, MANIFEST, 3, [4, 5]);
+    let moments = &[4, 5][..1 + usize::from(step.second.is_some())];
+    let plan = Plan::step(layout, MANIFEST, 3, moments);
     let planes = Planes::new(layout, dtype.value_width(), 0).unwrap().sizes().len();
     let mut plan = TensorPlan::new(plan, vec![coding; planes], chunk_log2(dtype));
     plan.side.push(SideKind::STEP, step.to_bytes()).unwrap();
@@ -187,7 +189,9 @@ fn adversarial(n: usize) -> Vec<Weights> {
             let layout = [LayoutId::BYTES, LayoutId::FIELDS][case % 2];
             let [keep, rate, epsilon] = [[0.9999, 1e-4, 1e-8], [1.0, 1.0, 0.0]][case / 2 % 2];
             let factors = StepFactors { keep, rate, epsilon };
-            let by = Step { factors, moments: [dtypes[1], dtypes[2]] };
+            // SGD has no second moment.
+            let second = (case % 4 > 0).then_some(dtypes[2]);
+            let by = Step { factors, first: dtypes[1], second };
             forced_step(dtypes[0], by, layout, coding)
         };
         let host = Host::new(format!("{case}: {dtypes:?} {n}"), dtypes[0], of(0, 0));
@@ -270,8 +274,11 @@ impl Inputs<CudaError> for Told<'_> {
         Ok(tensors.iter().map(of).collect())
     }
 
-    fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
-        self.moments.get(tensor)
+    fn moments(&self, tensor: usize) -> &[Moment<'_>] {
+        let plan = &self.all[tensor].coded.plan.plan;
+        // One that was not predicted from moments might have been.
+        let count = if plan.has_moments() { plan.moments().len() } else { 2 };
+        &self.moments[tensor][..count]
     }
 
     fn memory(&self) -> Vec<DeviceMemory> {
@@ -356,7 +363,11 @@ fn decode(
                     bytes,
                     pieces: vec![Piece { from: 0, to: to[tensor].memory().part(first, bytes)? }],
                     input: None,
-                    moments: if given { Some([part(0)?, part(1)?]) } else { None },
+                    // Twice the first if there is no second.
+                    moments: match given {
+                        true => Some([part(0)?, part(e.plan.plan.moments().len().max(1) - 1)?]),
+                        false => None,
+                    },
                 };
                 first += bytes;
                 decoder.push::<CudaError>(gpu.device.ordinal(), frame.len(), vec![job], |to| {

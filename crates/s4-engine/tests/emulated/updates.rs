@@ -49,7 +49,8 @@ fn forced(dtype: DType, update: Update, codings: &[PlaneCoding]) -> TensorPlan {
 
 /// A plan that takes a step, and codes its planes in turn as given.
 fn forced_step(dtype: DType, step: Step, layout: LayoutId, codings: &[PlaneCoding]) -> TensorPlan {
-    let plan = Plan::step(layout, Digest::of(b"parent"), 3, [4, 5]);
+    let moments = &[4, 5][..1 + usize::from(step.second.is_some())];
+    let plan = Plan::step(layout, Digest::of(b"parent"), 3, moments);
     let planes = Planes::new(layout, dtype.value_width(), 0).unwrap().sizes().len();
     let planes = codings.iter().copied().cycle().take(planes).collect();
     let mut plan = TensorPlan::new(plan, planes, chunk_log2(dtype));
@@ -69,7 +70,8 @@ impl Case {
         let n = (values.len() / dtype.value_width()) as u64;
         let view = TensorView { dtype, shape: &[n], data: &values };
         let given = inputs.each_ref().map(|i| &i[..]);
-        let job = EncodeJob { view: &view, plan: &plan, chunk: 0, inputs: &given };
+        let given = &given[..1 + plan.plan.moments().len()];
+        let job = EncodeJob { view: &view, plan: &plan, chunk: 0, inputs: given };
         let mut frame = vec![];
         let cpu = CpuEngine::new(Simd::detect());
         let coded = match cpu.encode(&job, &mut Scratch::default(), &mut frame) {
@@ -95,11 +97,11 @@ impl Case {
             _ => 3,
         };
         if self.is_step() {
-            let Step { factors, moments } =
-                Step::parse(self.plan.side.get(SideKind::STEP)).unwrap();
+            let step = Step::parse(self.plan.side.get(SideKind::STEP)).unwrap();
+            let Step { factors, first, second } = step;
             let StepFactors { keep, rate, epsilon } = factors;
             let mut out = [keep, rate, epsilon].map(f32::to_le_bytes).concat();
-            out.extend([number(self.dtype), number(moments[0]), number(moments[1]), 0]);
+            out.extend([number(self.dtype), number(first), second.map_or(0, number), 0]);
             return out;
         }
         let update = Update::parse(self.plan.side.get(SideKind::CONTEXTS)).unwrap();
@@ -134,12 +136,13 @@ impl Case {
         // Planes with contexts share a table for each context.
         let counts = contexts.tables.unwrap();
         let one = (0..MAX_PLANES).fold(0, |bits, i| bits | u8::from(counts[i] == 1) << i);
+        let has_second = self.plan.plan.moments().len() == 2;
         Predicted {
             prediction: if self.is_step() { STEP } else { 1 },
             sparse: true,
             contexts: if self.is_step() { 0 } else { 2 },
             offsets: self.inputs[1].clone(),
-            columns: self.inputs[2].clone(),
+            columns: if has_second { self.inputs[2].clone() } else { vec![] },
             by_moments: self.by_moments(one),
             in_place,
             ..Predicted::default()
@@ -295,7 +298,9 @@ fn steps_are_taken_as_on_the_cpu() {
                     [[0.9999, 1e-4, 1e-8], [1.0, 1.0, 0.0], [-2.0, 1e30, 1e-30], [1e30, -0.5, 3.0]]
                         [case % 4];
                 let factors = StepFactors { keep, rate, epsilon };
-                let by = Step { factors, moments: [dtypes[1], dtypes[2]] };
+                // SGD has no second moment.
+                let second = (case % 5 > 0).then_some(dtypes[2]);
+                let by = Step { factors, first: dtypes[1], second };
                 let codings: &[PlaneCoding] = match case % 3 {
                     0 => &[PlaneCoding::RANS12],
                     1 => &[PlaneCoding::RANS8, PlaneCoding::RAW],
@@ -324,7 +329,7 @@ fn steps_are_taken_as_on_the_cpu() {
     let dtypes = [DType::Float32; 3];
     let [now, before, first, second] = step(dtypes, 9001, true);
     let factors = StepFactors { keep: 1.0, rate: 1e-4, epsilon: 0.0 };
-    let by = Step { factors, moments: [DType::Float32; 2] };
+    let by = Step { factors, first: DType::Float32, second: Some(DType::Float32) };
     let plan = forced_step(DType::Float32, by, LayoutId::BYTES, &[PlaneCoding::RANS8]);
     let exact = Case::new("exact".into(), dtypes[0], plan, now, [before, first, second]).unwrap();
     assert!(exact.frame.len() < 9001 / 4, "{}", exact.frame.len());
@@ -371,7 +376,7 @@ fn planned([w, m, v]: [DType; 3], [now, before, first, second]: &[Vec<u8>; 4]) -
     };
     let [values, first, second] = [sample(before, w), sample(first, m), sample(second, v)];
     let moment = |tensor, dtype, values| MomentSample { tensor, dtype, values };
-    let moments = Some([moment(4, m, &first[..]), moment(5, v, &second[..])]);
+    let moments = &[moment(4, m, &first[..]), moment(5, v, &second[..])];
     let manifest = Digest::of(b"parent");
     let parent = ParentSample { manifest, tensor: 3, values: &values, moments, expected: None };
     let view = TensorView { dtype: w, shape: &[n as u64], data: now };
@@ -493,7 +498,7 @@ fn steps_that_do_not_fit_are_refused() {
     let dtypes = [DType::Float32, DType::BFloat16, DType::Float32];
     let [now, before, m, v] = step(dtypes, 6000, true);
     let factors = StepFactors { keep: 1.0, rate: 1e-4, epsilon: 0.0 };
-    let by = Step { factors, moments: [dtypes[1], dtypes[2]] };
+    let by = Step { factors, first: dtypes[1], second: Some(dtypes[2]) };
     let plan = forced_step(dtypes[0], by, LayoutId::BYTES, &[PlaneCoding::RANS8]);
     let good = Case::new("good".into(), dtypes[0], plan, now, [before, m, v]).unwrap();
     let wrong: [fn(&mut Predicted, &mut Vec<u8>, &mut u8); 8] = [
@@ -505,7 +510,7 @@ fn steps_that_do_not_fit_are_refused() {
         |p, _, _| p.by_moments[12] = 1,
         |p, _, _| p.by_moments[12] = 0,
         |p, _, _| p.by_moments[13] = 4,
-        |p, _, _| p.by_moments[14] = 0,
+        |p, _, _| p.by_moments[14] = 4,
     ];
     let encode = wrong.map(|change| {
         let mut e = good.encode(0);

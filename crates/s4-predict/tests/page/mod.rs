@@ -9,9 +9,9 @@ pub(crate) fn side_data(page: &str) -> Vec<u8> {
     page.lines().find_map(bytes).expect("side data")
 }
 
-/// The cells of the table that starts with a column `p` and has this many rows.
-pub(crate) fn table(page: &str, count: usize) -> Vec<Vec<&str>> {
-    let rows = page.lines().skip_while(|line| !line.starts_with("| p | m | v |")).skip(2);
+/// The cells of the table whose first line starts like this and that has this many rows.
+pub(crate) fn table<'a>(page: &'a str, start: &str, count: usize) -> Vec<Vec<&'a str>> {
+    let rows = page.lines().skip_while(|line| !line.starts_with(start)).skip(2);
     let rows: Vec<Vec<&str>> = rows
         .take_while(|line| line.starts_with('|'))
         .map(|line| line.trim_matches('|').split('|').collect())

@@ -20,7 +20,7 @@ pub(super) struct Wanted {
     pub(super) chunks: Option<Vec<u64>>,
     /// Of a copy: where the values of its original are.
     pub(super) input: Option<DeviceMemory>,
-    /// Of weights with contexts from moments: where the moments' values are.
+    /// Of weights that need moments: where the values of both are; twice the same if they need one.
     pub(super) moments: Option<[DeviceMemory; 2]>,
 }
 
@@ -52,8 +52,8 @@ struct WithMoments<'a> {
     request: usize,
     to: DeviceMemory,
     levels: Vec<Level<'a>>,
-    /// For each level, the moments, if its contexts are derived from some.
-    moments: Vec<Option<[Place<'a>; 2]>>,
+    /// For each level, the moments that it needs.
+    moments: Vec<Vec<Place<'a>>>,
 }
 
 /// A moment of a checkpoint of the chain, and where its values will be.
@@ -148,7 +148,7 @@ impl<'a> Chain<'a> {
                 wanted.push(one);
                 continue;
             }
-            let block = match plan.moments().is_some() && open && host == number {
+            let block = match plan.has_moments() && open && host == number {
                 true => reader.block(host)?,
                 false => None,
             };
@@ -189,11 +189,11 @@ impl<'a> Chain<'a> {
         for with_moments in all {
             let WithMoments { request, to, levels, moments } = &with_moments;
             let chunks = wanted_chunks(levels).into_iter().next();
-            let places = moments[0].as_ref().map(|m| m.each_ref().map(|place| place.to));
+            let places = both(&moments[0]);
             let own =
                 Wanted { chunks, moments: places, ..Wanted::new(levels[0].tensor, *request, *to) };
             self.with_moments.push(own);
-            match moments[1..].iter().any(Option::is_some) {
+            match moments[1..].iter().any(|places| !places.is_empty()) {
                 true => early.push(with_moments),
                 false => self.add(*request, *to, levels, 1),
             }
@@ -207,11 +207,10 @@ impl<'a> Chain<'a> {
                 let Some(level) = levels.get(depth) else { continue };
                 reader = Some(level.reader);
                 let chunks = wanted_chunks(levels).into_iter().nth(depth);
-                let places = moments[depth].as_ref();
-                let moments = places.map(|m| m.each_ref().map(|place| place.to));
+                let places = &moments[depth];
                 let own = Wanted::new(level.tensor, *request, *to);
-                weights.push(Wanted { chunks, moments, ..own });
-                for place in places.into_iter().flatten().filter(|p| known.insert(p.tensor)) {
+                weights.push(Wanted { chunks, moments: both(places), ..own });
+                for place in places.iter().filter(|p| known.insert(p.tensor)) {
                     for (i, (level, chunks)) in
                         place.levels.iter().zip(wanted_chunks(&place.levels)).enumerate()
                     {
@@ -228,6 +227,11 @@ impl<'a> Chain<'a> {
             self.before.extend(reader.map(|reader| Step { reader, wanted: weights }));
         }
     }
+}
+
+/// Where the values of both moments are; `None` if there are none.
+fn both(places: &[Place<'_>]) -> Option<[DeviceMemory; 2]> {
+    Some([places.first()?.to, places.last()?.to])
 }
 
 /// The chunks that are wanted of each level: all of the first, then those that are deltas in every
@@ -281,10 +285,10 @@ impl<'a> Finder<'a, '_> {
         for (depth, level) in levels.iter().enumerate() {
             let found = match level.has_moment_contexts() {
                 true => self.moments(depth, level, to.ordinal())?,
-                false => Some(None),
+                false => Some(vec![]),
             };
             let Some(found) = found else { return Ok(false) };
-            for place in found.iter().flatten() {
+            for place in &found {
                 let (key, tensor) = ((depth, place.to.address()), place.tensor);
                 if self.places.get(&key).is_some_and(|known| *known != tensor) {
                     return Ok(false);
@@ -299,13 +303,13 @@ impl<'a> Finder<'a, '_> {
     }
 
     /// The moments of a level, and the memory for their values: where the checkpoint's own moments
-    /// are requested. `None` if there is none.
+    /// are requested. `None` if there is no memory for one.
     fn moments(
         &self,
         depth: usize,
         level: &Level<'a>,
         ordinal: u32,
-    ) -> Result<Option<Option<[Place<'a>; 2]>>> {
+    ) -> Result<Option<Vec<Place<'a>>>> {
         let numbers = level.reader.own_inputs(level.tensor, &level.block.side)?;
         let mut out = vec![];
         for tensor in numbers {
@@ -331,6 +335,6 @@ impl<'a> Finder<'a, '_> {
             };
             out.push(Place { tensor, to, levels });
         }
-        Ok(<[_; 2]>::try_from(out).ok().map(Some))
+        Ok(Some(out))
     }
 }

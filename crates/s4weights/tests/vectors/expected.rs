@@ -88,7 +88,8 @@ fn golden_files_hold_what_is_written_down() {
         return;
     }
     let packed = ["packed/predicted", "packed/blended", "packed/updated"];
-    let others = ["chain", "predicted", "updated", "told", "stepped", "blended", "same"];
+    let others =
+        ["chain", "predicted", "updated", "told", "stepped", "momentum", "blended", "same"];
     for folder in others.into_iter().chain(packed) {
         let [base, delta] = ["base", "delta"].map(|name| format!("{folder}/{name}.s4w"));
         let parent = open(&root.join(&base), None);

@@ -1,4 +1,4 @@
-//! Files and a store that the CPU wrote: `testdata/golden/chain`, `told`, `stepped`, `packed`, `same` and `store`.
+//! Files and a store that the CPU wrote: `testdata/golden/chain`, `told`, `stepped`, `momentum`, `packed`, `same` and `store`.
 //!
 //! `S4_WRITE_VECTORS=<folder>` keeps what the tests write, to make these files again for a new
 //! version of the format.
@@ -264,15 +264,44 @@ fn weights(
     (tensors.into(), Roles { tensors: (0..).zip(kinds).map(role).collect(), groups })
 }
 
+/// The moments that a plan uses.
+fn moments(plan: &Plan) -> Vec<u32> {
+    plan.moments().iter().map(|input| input.tensor).collect()
+}
+
 #[test]
 fn the_golden_update_is_what_is_written() {
-    golden_delta("golden/told", updated, |p| !p.contexts.is_none() && p.moments() == Some([1, 2]));
+    golden_delta("golden/told", updated, |p| !p.contexts.is_none() && moments(p) == [1, 2]);
 }
 
 #[test]
 fn the_golden_step_is_what_is_written() {
-    let plan = |p: &Plan| p.predictor == PredictorId::STEP && p.moments() == Some([1, 2]);
+    let plan = |p: &Plan| p.predictor == PredictorId::STEP && moments(p) == [1, 2];
     golden_delta("golden/stepped", stepped, plan);
+}
+
+/// A weight before and after a step of SGD, and its momentum.
+fn momentum(step: u64) -> (Vec<Owned>, Roles) {
+    let shape = [24, 768];
+    let bytes = 4 * 24 * 768;
+    let before = slice("gpt98m_fp32_s0", "model.h.5.proj.weight", bytes);
+    let wide = slice(&format!("gpt98m_fp32_s{step}"), "optimizer.exp_avg.h.5.proj.weight", bytes);
+    let mut first = vec![0; bytes / 2];
+    s4_planes::Kernels::default().to_bf16(&wide, &mut first);
+    let moments = first.as_chunks().0.iter().map(|x| {
+        let bits = u32::from(u16::from_le_bytes(*x)) << 16;
+        f32::from_bits(bits) * 3.0 * step as f32
+    });
+    let weights = before.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x));
+    let after = weights.zip(moments).flat_map(|(w, change)| (w - change).to_le_bytes()).collect();
+    let tensors = vec![
+        Owned::new("model.fc", DType::Float32, &shape, after),
+        Owned::new("optimizer.momentum_buffer.fc", DType::BFloat16, &shape, first),
+    ];
+    let kinds = [RoleKind::Weight, RoleKind::ExpAvg];
+    let role = |(tensor, kind)| Role { tensor, parameter: 0, kind, group: 0 };
+    let groups = vec![BTreeMap::from([("lr".to_owned(), 3.0)])];
+    (tensors, Roles { tensors: (0..).zip(kinds).map(role).collect(), groups })
 }
 
 /// A second moment that keeps part of each value from step to step, beyond what rows and columns predict.
@@ -293,6 +322,12 @@ fn blended(step: u64) -> (Vec<Owned>, Roles) {
     let tensor = Owned::new(name, DType::Float32, &[ROWS as u64, cols as u64], data);
     let role = Role { tensor: 0, parameter: 0, kind: RoleKind::ExpAvgSq, group: 0 };
     (vec![tensor], Roles { tensors: vec![role], groups: vec![BTreeMap::new()] })
+}
+
+#[test]
+fn the_golden_step_of_sgd_is_what_is_written() {
+    let plan = |p: &Plan| p.predictor == PredictorId::STEP && moments(p) == [1];
+    golden_delta("golden/momentum", momentum, plan);
 }
 
 #[test]

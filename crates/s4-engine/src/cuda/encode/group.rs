@@ -34,8 +34,8 @@ pub(super) struct Member {
     /// the statuses of their frames.
     pub(super) parent: u64,
     pub(super) statuses: (usize, usize),
-    /// Whether it is predicted from moments, or has contexts from them.
-    pub(super) by_moments: bool,
+    /// The number of moments that it is predicted from, or has contexts from: 0, 1 or 2.
+    pub(super) moments_count: usize,
     /// Bytes that copies of its moments take, and the addresses of the moments' values on the
     /// device; 0: they must not be used.
     pub(super) moments_room: u64,
@@ -119,7 +119,7 @@ impl Member {
 
     /// Whether the kernels need its moments.
     pub(super) fn has_moments(&self) -> bool {
-        self.by_moments && self.route.is_some()
+        self.moments_count > 0 && self.route.is_some()
     }
 
     /// Bytes of its input's values.

@@ -271,8 +271,10 @@ impl<'a> EncodeQueue<'a> {
                 continue;
             }
             let tensor = member.tensor;
-            let moments =
-                inputs.moments(tensor).ok_or_else(|| missing_moments(tensor, member.chunk))?;
+            let moments = inputs.moments(tensor);
+            if moments.len() != member.moments_count {
+                return Err(missing_moments(tensor, member.chunk).into());
+            }
             let range = self.values_of(&member);
             let mut at = member.scratch + member.input_room();
             let first = group.checks.len();
@@ -335,9 +337,12 @@ impl<'a> EncodeQueue<'a> {
     pub(super) fn room_of_moments(
         &self,
         member: &Member,
-        moments: &[Moment<'_>; 2],
+        moments: &[Moment<'_>],
         room: &mut Room,
     ) -> Option<u64> {
+        if moments.len() != member.moments_count {
+            return None;
+        }
         let (first, count) = self.values_of(member);
         let mut copies = 0;
         for moment in moments {
