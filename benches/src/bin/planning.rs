@@ -83,17 +83,17 @@ fn measure(name: &str, (before, after): (&Path, &Path), bytes: usize) -> Outcome
         let view = TensorView { dtype, shape: &shape, data: &values };
         let probed = |data: &[u8]| probed(dtype, data);
         let given = moments.iter().map(|(dtype, data): &(_, Vec<u8>)| (*dtype, probed(data)));
-        let samples: Vec<_> = given.collect();
-        let moment = |i: usize| {
-            let (dtype, values) = samples.get(i)?;
-            Some(MomentSample { tensor: i as u32, dtype: *dtype, values })
-        };
+        let samples: Vec<_> = given.filter(|_| kind == "weights").collect();
+        let moments_of = (0..).zip(&samples);
+        let moments_of: Vec<_> = moments_of
+            .map(|(tensor, (dtype, values))| MomentSample { tensor, dtype: *dtype, values })
+            .collect();
         let parents = probed(&parent);
         let sample = ParentSample {
             manifest: Digest([1; 32]),
             tensor: 0,
             values: &parents,
-            moments: moment(0).zip(moment(1)).filter(|_| kind == "weights").map(|(m, v)| [m, v]),
+            moments: &moments_of,
             expected: None,
         };
         let inputs = [&parent[..]].into_iter().chain(moments.iter().map(|(_, data)| &data[..]));

@@ -1,5 +1,6 @@
 //! One chunk, its checksums mended, in every set of vector instructions.
 
+use std::iter;
 use std::sync::OnceLock;
 
 use s4_engine::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
@@ -83,16 +84,20 @@ impl Sample {
         let (contexts, step) = (side.get(SideKind::CONTEXTS), side.get(SideKind::STEP));
         let mut dtypes = None;
         if !step.is_empty() && plan.is_delta() {
-            plan = Plan::step(plan.layout, Digest([0; 32]), 0, [1, 2]);
-            dtypes = Some(Step::parse(step).map(|s| s.moments));
+            // One moment or two, whatever the side data says.
+            let listed = if flags & 16 == 16 { 1 } else { 2 };
+            plan = Plan::step(plan.layout, Digest([0; 32]), 0, &[1, 2][..listed]);
+            let said = Step::parse(step).map(|s| iter::once(s.first).chain(s.second).collect());
+            dtypes = Some(said);
         } else if !contexts.is_empty() && plan.is_delta() && plan.layout == LayoutId::BYTES {
             plan = Plan::update(Digest([0; 32]), 0, [1, 2]);
-            dtypes = Some(Update::parse(contexts).map(|u| u.moments));
+            dtypes = Some(Update::parse(contexts).map(|u| Vec::from(u.moments)));
         }
         if let Some(dtypes) = dtypes {
             // Moments of various sizes, mostly of the right ones.
-            let widths = dtypes.map(|both| both.map(|d| d.value_width()));
-            moments = widths.unwrap_or([2, 4]).map(|w| expand(input.take(24), n * w)).into();
+            let dtypes = dtypes.unwrap_or_else(|_| vec![DType::BFloat16, DType::Float32]);
+            let widths = dtypes.iter().map(|d| d.value_width());
+            moments = widths.map(|w| expand(input.take(24), n * w)).collect();
             if flags & 12 == 12 {
                 moments.pop();
             }

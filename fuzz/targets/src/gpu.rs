@@ -83,7 +83,7 @@ pub fn gpu(data: &[u8]) {
     let width = sample.dtype.value_width();
     let n = sample.parent.len() / width;
     // The CPU decodes what the kernels do not support.
-    if n == 0 || sample.plan.layout == LayoutId::TOKEN || sample.plan.moments().is_some() {
+    if n == 0 || sample.plan.layout == LayoutId::TOKEN || sample.plan.has_moments() {
         return;
     }
     let planes = Planes::new(sample.plan.layout, width, n).map_or(0, |p| p.sizes().len());

@@ -184,13 +184,12 @@ impl Worker {
 
     /// How to divide at most `most` bytes of device memory, or the least that will do.
     fn sizes(&self, most: u64) -> Sizes {
-        let mut sizes = self.sizes;
-        while sizes.device() > most
-            && let Some(less) = sizes.halved(self.pinned)
-        {
-            sizes = less;
+        if self.sizes.device() <= most {
+            return self.sizes;
         }
-        sizes
+        // The budgets of the worker were enough for as little.
+        let cut = Sizes::cut(self.sizes.task, most.max(LEAST_DEVICE), self.pinned);
+        cut.unwrap_or(self.sizes)
     }
 
     /// Takes device memory for work on `work` bytes, at most `enough`, and less than the budget if there is no more,
