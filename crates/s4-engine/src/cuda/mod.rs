@@ -60,14 +60,14 @@ use host_copies::HostMemory;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
 use plan::device_memory;
-use worker::{ENOUGH, Session, Task, Worker};
+use worker::{ENOUGH_TO_DECODE, ENOUGH_TO_ENCODE, Session, Task, Work, Worker};
 
 /// How much memory the engine may take.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
     /// Scratch memory on each device while a call runs, in bytes: at least 16 MiB. A call takes at most an eighth of
-    /// the free device memory, or, if that is more, the smaller of 256 MiB and half of what is free. Decoding, and
-    /// encoding without parents by the project's own codecs, take at most 512 MiB.
+    /// the free device memory, or, if that is more, the smaller of 256 MiB and half of what is free. Encoding without
+    /// parents by the project's own codecs takes at most 512 MiB, decoding 320 MiB.
     pub scratch: u64,
     /// Page-locked host memory for each device that was used, in bytes, held as long as the engine lives.
     pub pinned: u64,
@@ -290,7 +290,7 @@ impl CudaEngine {
             // Taking the memory costs a millisecond, and tells nothing new if plenty is free.
             let ample = worker.pool.budget().saturating_mul(AMPLE);
             if !is_open || worker.device.memory()?.0 < ample {
-                Session::new(worker, std::iter::empty(), ENOUGH)?;
+                Session::new(worker, std::iter::empty(), Work::Encode, ENOUGH_TO_ENCODE)?;
             }
         }
         Ok(())
@@ -346,7 +346,7 @@ impl CudaEngine {
     ) -> Result<(), E> {
         let memory: Vec<_> = items.iter().map(FetchItem::memory).collect();
         let workers = self.workers(Task::Plan, memory.iter().map(DeviceMemory::ordinal))?;
-        let sessions = self.sessions(&workers, &memory)?;
+        let sessions = self.sessions(&workers, &memory, Task::Plan)?;
         let rows: Vec<_> = items.iter().map(FetchItem::rows).collect::<Result<_>>()?;
         fetch::run(&sessions, &rows, sink)
     }
@@ -363,7 +363,7 @@ impl CudaEngine {
         let memory = memory.collect::<Result<Vec<_>>>()?;
         let workers = self.workers(Task::Code, memory.iter().map(|m| m.ordinal()))?;
         let is_delta = jobs.plans[run.clone()].iter().any(|plan| plan.plan.is_delta());
-        let enough = if is_delta { u64::MAX } else { ENOUGH };
+        let enough = if is_delta { u64::MAX } else { ENOUGH_TO_ENCODE };
         let mut queues = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().chain(&given).copied().filter(|m| m.ordinal() == *ordinal);
@@ -377,7 +377,8 @@ impl CudaEngine {
                     DeviceQueue::Library(queue)
                 }
                 None => {
-                    let session = Session::new(worker, own, enough).map_err(CudaError::from)?;
+                    let session = Session::new(worker, own, Work::Encode, enough);
+                    let session = session.map_err(CudaError::from)?;
                     DeviceQueue::Kernels(EncodeQueue::new(session, &self.host, chunks, jobs.pool))
                 }
             };
@@ -459,7 +460,7 @@ impl CudaEngine {
         work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
     ) -> Result<(), E> {
         let workers = self.workers(Task::Code, memory.iter().map(DeviceMemory::ordinal))?;
-        let sessions = self.sessions(&workers, memory)?;
+        let sessions = self.sessions(&workers, memory, Task::Code)?;
         let mut decoder = Decoder::new(sessions, &self.host, trusted);
         work(&mut decoder)?;
         Ok(decoder.finish()?)
@@ -495,12 +496,18 @@ impl CudaEngine {
         &self,
         workers: &'a Workers,
         memory: &[DeviceMemory],
+        task: Task,
     ) -> Result<Vec<Session<'a>>> {
+        // A worker for everything has other slots than one for planning.
+        let work = match task {
+            Task::Plan if self.options.plans_apart() => Work::Plan,
+            _ => Work::Decode,
+        };
         let mut sessions = vec![];
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
             let Some(worker) = workers.lock(*ordinal) else { continue };
-            sessions.push(Session::new(worker, own, ENOUGH)?);
+            sessions.push(Session::new(worker, own, work, ENOUGH_TO_DECODE)?);
         }
         Ok(sessions)
     }

@@ -53,7 +53,7 @@ impl CudaEngine {
         let memory = tensors.iter().map(device_memory).chain(inputs.memory().into_iter().map(Ok));
         let memory = memory.collect::<Result<Vec<_>>>()?;
         let workers = self.workers(Task::Plan, memory.iter().map(DeviceMemory::ordinal))?;
-        let sessions = self.sessions(&workers, &memory)?;
+        let sessions = self.sessions(&workers, &memory, Task::Plan)?;
         let given = Given { preset, tensors, inputs, pool, sessions: &sessions };
         let all = (0..tensors.len()).map(|tensor| (tensor, None)).collect();
         let samples = sample_rows(&given, all)?;

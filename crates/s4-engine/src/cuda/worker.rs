@@ -13,8 +13,6 @@ pub(super) const SLOTS: usize = 4;
 /// The most bytes of values in one group: two chunks for each multiprocessor of a large device. The
 /// kernels take nearly as long for fewer. (The default budgets allow 80 MiB.)
 const LARGEST_GROUP: u64 = 128 << 20;
-/// Shares that the device budget is divided into for encoding and decoding.
-const SHARES: u64 = SLOTS as u64 + 4;
 /// Larger budgets are used in whole pieces of this size, which a device maps quickly.
 const PIECE: u64 = 32 << 20;
 /// The least device memory that the engine works in.
@@ -25,14 +23,15 @@ const WHOLE: u64 = 3 << 29;
 const POLITE: u64 = 256 << 20;
 /// Work on few bytes takes at most this many times as much scratch memory, or `POLITE` if that is more.
 const SCRATCH_SHARE: u64 = 4;
-/// As much is enough where the link is slower than the kernels: to decode, and to encode values that have no parent.
-/// More takes longer to map, and nothing is copied beside the first group and the last, which are larger then. Deltas
-/// wait for their kernels, which are faster with larger groups.
-pub(super) const ENOUGH: u64 = 512 << 20;
+/// As much is enough to encode values that have no parent, and to decode: the link is slower than the kernels. More takes
+/// longer to map, and nothing is copied beside the first group and the last, which are larger then. But kernels are faster
+/// with larger groups, and those that encode run beside a training loop. Deltas wait for their kernels.
+pub(super) const ENOUGH_TO_ENCODE: u64 = 512 << 20;
+pub(super) const ENOUGH_TO_DECODE: u64 = 320 << 20;
 /// A slot holds at least the largest frame.
 const SMALLEST_SLOT: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
-/// What a worker's memory is divided for.
+/// What a worker is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Task {
     /// Encoding and decoding.
@@ -41,19 +40,28 @@ pub(super) enum Task {
     Plan,
 }
 
-impl Task {
+/// What a session's memory is divided for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    Encode,
+    Decode,
+    Plan,
+}
+
+impl Work {
     fn slots(self) -> u64 {
         match self {
-            Self::Code => SLOTS as u64,
+            Self::Encode | Self::Decode => SLOTS as u64,
             Self::Plan => super::fetch::SLOTS as u64,
         }
     }
 
-    /// Shares of the device budget: one for each slot, the others for the kernels' scratch.
-    fn shares(self) -> u64 {
+    /// Bytes of the kernels' scratch for each byte of a slot's frames: kernels get no faster with more.
+    fn scratch(self) -> u64 {
         match self {
-            Self::Code => SHARES,
-            Self::Plan => self.slots(),
+            Self::Encode => 4,
+            Self::Decode => 6,
+            Self::Plan => 0,
         }
     }
 }
@@ -61,7 +69,7 @@ impl Task {
 /// How memory is divided; in bytes, all multiples of 256.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
-    task: Task,
+    work: Work,
     /// Frames of a slot on the device.
     pub(super) frames: u64,
     /// Frames of a slot in its pinned memory, at most `frames`; the rest go elsewhere on the host.
@@ -74,12 +82,12 @@ pub(super) struct Sizes {
 
 impl Sizes {
     /// Divides `device` bytes of device memory and `pinned` bytes of pinned memory.
-    pub(super) fn cut(task: Task, device: u64, pinned: u64) -> Result<Self> {
+    pub(super) fn cut(work: Work, device: u64, pinned: u64) -> Result<Self> {
         if device < LEAST_DEVICE {
             return Err(GpuError::Budget { what: SCRATCH, needed: LEAST_DEVICE, budget: device });
         }
         let device = if device < PIECE { LEAST_DEVICE } else { device / PIECE * PIECE };
-        let slots = task.slots();
+        let slots = work.slots();
         let least = slots * (SMALLEST_SLOT + SMALLEST_SLOT / 16);
         if pinned < least {
             let what = "page-locked host memory";
@@ -88,24 +96,22 @@ impl Sizes {
         let host = pinned / slots;
         // Descriptors are in pinned memory, too.
         let descriptors = (host - SMALLEST_SLOT).min(host / 4);
-        let most = match task {
-            Task::Code => (LARGEST_GROUP + LARGEST_GROUP / 16).min(descriptors.saturating_mul(17)),
-            Task::Plan => host,
+        let most = match work {
+            Work::Plan => host,
+            _ => (LARGEST_GROUP + LARGEST_GROUP / 16).min(descriptors.saturating_mul(17)),
         };
-        let share = (device / task.shares()).min(most).max(SMALLEST_SLOT + SMALLEST_SLOT / 16);
+        // One for each slot, the others for the kernels' scratch.
+        let share =
+            (device / (slots + work.scratch())).min(most).max(SMALLEST_SLOT + SMALLEST_SLOT / 16);
         let meta = (share / 17).min(descriptors) & !255;
         let frames = (share - meta).min(LARGEST_GROUP) & !255;
         let host_frames = (host - meta).min(frames) & !255;
-        let scratch = match task {
-            // Kernels get no faster with more than this.
-            Task::Code => ((device - slots * (frames + meta)) & !255).min(4 * frames),
-            Task::Plan => 0,
-        };
-        Ok(Self { task, frames, host_frames, meta, scratch })
+        let scratch = ((device - slots * (frames + meta)) & !255).min(work.scratch() * frames);
+        Ok(Self { work, frames, host_frames, meta, scratch })
     }
 
     fn device(&self) -> u64 {
-        self.task.slots() * (self.frames + self.meta) + self.scratch
+        self.work.slots() * (self.frames + self.meta) + self.scratch
     }
 
     /// The same with at most half of the device memory; `None` if less is not enough.
@@ -114,7 +120,7 @@ impl Sizes {
             return None;
         }
         let half = self.device().next_multiple_of(PIECE) / 2;
-        Self::cut(self.task, half.max(LEAST_DEVICE), pinned).ok()
+        Self::cut(self.work, half.max(LEAST_DEVICE), pinned).ok()
     }
 }
 
@@ -140,20 +146,17 @@ pub(super) struct Worker {
     /// Copies to the device while `copy` copies from it: the link carries both at once.
     pub(super) up: Arc<Stream>,
     pub(super) pool: Arc<Pool>,
-    /// The most that a session takes.
-    sizes: Sizes,
-    /// The budget of pinned memory.
-    pinned: u64,
+    /// The budgets of device memory and of pinned memory.
+    budgets: (u64, u64),
     pub(super) slots: Vec<Slot>,
 }
 
 impl Worker {
-    pub(super) fn new(
-        task: Task,
-        device: Arc<Device>,
-        (scratch, pinned): (u64, u64),
-    ) -> Result<Self> {
-        let sizes = Sizes::cut(task, scratch, pinned)?;
+    pub(super) fn new(task: Task, device: Arc<Device>, budgets: (u64, u64)) -> Result<Self> {
+        let (scratch, pinned) = budgets;
+        // All that a worker does divides its pinned memory into the same slots.
+        let work = if task == Task::Plan { Work::Plan } else { Work::Encode };
+        let sizes = Sizes::cut(work, scratch, pinned)?;
         let bytes = usize::try_from(sizes.host_frames + sizes.meta).unwrap_or(usize::MAX);
         let slot = |_| {
             Ok(Slot {
@@ -164,14 +167,13 @@ impl Worker {
             })
         };
         Ok(Self {
-            slots: (0..task.slots()).map(slot).collect::<Result<_>>()?,
+            slots: (0..work.slots()).map(slot).collect::<Result<_>>()?,
             compute: Arc::new(Stream::new(&device)?),
             beside: [Stream::new(&device)?, Stream::new(&device)?],
             copy: Arc::new(Stream::new(&device)?),
             up: Arc::new(Stream::new(&device)?),
             pool: Pool::new(&device, scratch),
-            sizes,
-            pinned,
+            budgets,
             device,
         })
     }
@@ -183,27 +185,24 @@ impl Worker {
     }
 
     /// How to divide at most `most` bytes of device memory, or the least that will do.
-    fn sizes(&self, most: u64) -> Sizes {
-        if self.sizes.device() <= most {
-            return self.sizes;
-        }
-        // The budgets of the worker were enough for as little.
-        let cut = Sizes::cut(self.sizes.task, most.max(LEAST_DEVICE), self.pinned);
-        cut.unwrap_or(self.sizes)
+    fn sizes(&self, work: Work, most: u64) -> Result<Sizes> {
+        let (scratch, pinned) = self.budgets;
+        Sizes::cut(work, scratch.min(most.max(LEAST_DEVICE)), pinned)
     }
 
     /// Takes device memory for work on `work` bytes, at most `enough`, and less than the budget if there is no more,
     /// down to the least that the engine can work in.
     fn arena(
         &self,
-        (work, enough): (u64, u64),
+        work: Work,
+        (bytes, enough): (u64, u64),
         what: &'static str,
     ) -> Result<(Sizes, DeviceBuffer)> {
         // A small job gets no faster with more, and mapping takes time.
-        let useful = work.saturating_mul(SCRATCH_SHARE).max(POLITE).min(enough);
-        let mut sizes = self.sizes(self.most()?.min(useful));
+        let useful = bytes.saturating_mul(SCRATCH_SHARE).max(POLITE).min(enough);
+        let mut sizes = self.sizes(work, self.most()?.min(useful))?;
         loop {
-            let less = sizes.halved(self.pinned);
+            let less = sizes.halved(self.budgets.1);
             match (self.pool.alloc(&self.compute, sizes.device(), what), less) {
                 (Ok(arena), _) => return Ok((sizes, arena)),
                 (Err(GpuError::OutOfMemory { .. }), Some(less)) => sizes = less,
@@ -233,11 +232,12 @@ impl<'a> Session<'a> {
     pub(super) fn new(
         worker: MutexGuard<'a, Worker>,
         memory: impl Iterator<Item = DeviceMemory>,
+        work: Work,
         enough: u64,
     ) -> Result<Self> {
         let memory = memory.collect::<Vec<_>>();
-        let work = memory.iter().map(DeviceMemory::bytes).fold(0, u64::saturating_add);
-        let (sizes, arena) = worker.arena((work, enough), SCRATCH)?;
+        let bytes = memory.iter().map(DeviceMemory::bytes).fold(0, u64::saturating_add);
+        let (sizes, arena) = worker.arena(work, (bytes, enough), SCRATCH)?;
         Self::with(worker, sizes, arena, &memory)
     }
 
@@ -247,7 +247,7 @@ impl<'a> Session<'a> {
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
         let most = worker.most()?;
-        let sizes = worker.sizes(most);
+        let sizes = worker.sizes(Work::Encode, most)?;
         let bytes = worker.pool.budget().min(WHOLE).min(most) / PIECE * PIECE;
         let arena = worker.pool.alloc(&worker.compute, bytes.max(sizes.device()), SCRATCH)?;
         Self::with(worker, sizes, arena, &memory.collect::<Vec<_>>())
@@ -328,7 +328,7 @@ mod tests {
     fn memory_is_cut_within_both_budgets() {
         for device in [16 << 20, 32 << 20, 100 << 20, 256 << 20, 4 << 30, u64::MAX] {
             for pinned in [9 << 20, 96 << 20, 1 << 30, u64::MAX] {
-                let s = Sizes::cut(Task::Code, device, pinned).unwrap();
+                let s = Sizes::cut(Work::Encode, device, pinned).unwrap();
                 let taken = s.device();
                 let taken = if taken < PIECE { taken } else { taken.next_multiple_of(PIECE) };
                 assert!(taken <= device, "{device} {s:?}");
@@ -338,23 +338,31 @@ mod tests {
                 assert!(s.frames <= LARGEST_GROUP && s.meta >= s.frames / 32);
             }
         }
-        let planning = Sizes::cut(Task::Plan, 32 << 20, 24 << 20).unwrap();
+        // The slots' pinned memory is the same for all that a worker does.
+        for device in [16 << 20, 100 << 20, 768 << 20] {
+            let [one, other] =
+                [Work::Encode, Work::Decode].map(|w| Sizes::cut(w, device, 80 << 20).unwrap());
+            let slot = |s: Sizes| s.host_frames + s.meta;
+            assert!(slot(other) <= slot(one), "{one:?} {other:?}");
+            assert!(other.scratch >= one.scratch && other.device() <= device);
+        }
+        let planning = Sizes::cut(Work::Plan, 32 << 20, 24 << 20).unwrap();
         assert!(planning.device() <= 32 << 20 && planning.scratch == 0);
         assert!(planning.frames >= 11 << 20 && 2 * (planning.frames + planning.meta) <= 24 << 20);
         assert_eq!(planning.frames, planning.host_frames);
         // With ample device memory all multiprocessors are kept busy, without more pinned memory.
-        let large = Sizes::cut(Task::Code, 544 << 20, 72 << 20).unwrap();
+        let large = Sizes::cut(Work::Encode, 544 << 20, 72 << 20).unwrap();
         assert!(large.frames >= 60 << 20 && large.host_frames >= 14 << 20, "{large:?}");
-        let small = Sizes::cut(Task::Code, 8 << 20, 96 << 20).unwrap_err();
+        let small = Sizes::cut(Work::Encode, 8 << 20, 96 << 20).unwrap_err();
         assert!(matches!(small, GpuError::Budget { budget: 8_388_608, .. }), "{small}");
-        let small = Sizes::cut(Task::Code, 256 << 20, 1 << 20);
+        let small = Sizes::cut(Work::Encode, 256 << 20, 1 << 20);
         assert!(matches!(small, Err(GpuError::Budget { .. })));
     }
 
     #[test]
     fn memory_is_halved_until_there_is_just_enough() {
         for (device, pinned) in [(256 << 20, 96 << 20), (1 << 30, 9 << 20), (100 << 20, 96 << 20)] {
-            let mut sizes = Sizes::cut(Task::Code, device, pinned).unwrap();
+            let mut sizes = Sizes::cut(Work::Encode, device, pinned).unwrap();
             let slot = sizes.host_frames + sizes.meta;
             let mut steps = 0;
             while let Some(less) = sizes.halved(pinned) {
