@@ -174,8 +174,8 @@ impl Stream {
     ///
     /// # Safety
     /// All addresses, those within the chunks included, are memory of this device of the sizes that
-    /// `kernels/abi.h` asks for, and nothing else uses what is written until the work is done. After an error that
-    /// includes work on `beside`, which are streams of this device.
+    /// `kernels/abi.h` asks for, and nothing else uses what is written until the work is done. `beside` are streams of
+    /// this device; after an error, work may be left on them that this stream does not wait for.
     ///
     /// # Errors
     /// `Driver`.

@@ -160,9 +160,10 @@ pub(crate) fn missing(tensor: usize, chunk: u64) -> TensorError {
     TensorError { tensor, source }
 }
 
-/// The error for a delta with contexts from moments when these are missing.
+/// The error for a delta whose moments are missing.
 pub(crate) fn missing_moments(tensor: usize, chunk: u64) -> TensorError {
-    let source = Error::unsupported("contexts `update` without moments").in_chunk(chunk);
+    let source =
+        Error::unsupported("a delta without the moments that it is predicted from").in_chunk(chunk);
     TensorError { tensor, source }
 }
 

@@ -60,7 +60,7 @@ pub trait Predict: Debug + Send + Sync {
     /// The id that plans name.
     fn id(&self) -> PredictorId;
 
-    /// The tensors that it needs, in the order of the plan's inputs.
+    /// The tensors that it needs, in the order of the plan's inputs. A plan of `step` may lack the last one.
     fn inputs(&self) -> &'static [InputKind];
 
     /// Predicts the values of `tensor` from index `first` on, as many as `out` has room for (its

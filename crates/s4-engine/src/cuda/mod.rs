@@ -2,7 +2,7 @@
 //! and decodes them again.
 //!
 //! A [`CudaEngine`] plans with the CPU's planner, on samples that it fetches; encodes in groups of
-//! chunks on a stream of low priority, while the frames of the group before are copied into pinned
+//! chunks on streams of low priority, while the frames of the group before are copied into pinned
 //! memory and those before that are handed to the caller; and decodes frames straight into device
 //! memory. It keeps within a budget of device memory and two of pinned memory, and takes at most half of the
 //! device memory that is free. Frames come in memory that callers may hold on to ([`EncodedFrame::held`]).
