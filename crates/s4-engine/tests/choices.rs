@@ -3,9 +3,10 @@
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
 use s4_engine::{
-    Choice, CpuEngine, ParentSample, PlanJob, Preset, Scratch, TensorPlan, TensorView,
-    parent_probes,
+    Choice, CpuEngine, MomentSample, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
+    TensorView, parent_probes,
 };
+use s4_format::side::SideKind;
 use s4_format::{DType, Digest, PredictorId, ResidualId};
 use s4_planes::Simd;
 
@@ -50,13 +51,7 @@ fn plan_of(
     parent: Option<&[u8]>,
     choice: Option<Choice>,
 ) -> TensorPlan {
-    let width = dtype.value_width();
-    let sample = parent.map(|parent| {
-        let probes = parent_probes(dtype, (parent.len() / width) as u64).into_iter();
-        let run =
-            |p: std::ops::Range<u64>| &parent[p.start as usize * width..p.end as usize * width];
-        probes.flat_map(run).copied().collect::<Vec<u8>>()
-    });
+    let sample = parent.map(|parent| probed(parent, dtype));
     let parent = sample.as_ref().map(|values| ParentSample {
         manifest: Digest::of(b"p"),
         tensor: 3,
@@ -68,6 +63,14 @@ fn plan_of(
     let (preset, parent) = (Preset::Balanced, parent.as_ref());
     let job = PlanJob { preset, view: &view, parent, role: None, choice };
     CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
+}
+
+/// A tensor's values at the positions where it is compared with its parent.
+fn probed(data: &[u8], dtype: DType) -> Vec<u8> {
+    let width = dtype.value_width();
+    let probes = parent_probes(dtype, (data.len() / width) as u64).into_iter();
+    let run = |p: std::ops::Range<u64>| &data[p.start as usize * width..p.end as usize * width];
+    probes.flat_map(run).copied().collect()
 }
 
 /// All of a plan except the choice for the next time.
@@ -225,4 +228,51 @@ fn a_tensor_that_turns_out_otherwise_is_planned_as_if_nothing_were_known() {
     let unlike = plan(&now, Some(&parent), Some(first.for_one_alike()));
     let itself = plan(&now, Some(&parent), None);
     assert_eq!((stored(&unlike), unlike.choice), (stored(&itself), itself.choice));
+}
+
+/// A weight, what AdamW makes of it in one step with this rate, and the moments it does so with.
+fn stepped(seed: u64, rate: f32) -> [Vec<u8>; 4] {
+    let weight = |i: usize| 0.03 * bell(i, seed);
+    let first = |i: usize| 1e-4 * bell(i, seed + 1);
+    let second = |i: usize| 1e-8 * (2.0 * bell(i, seed + 2)).exp();
+    let step = |i: usize| 3e-3 * weight(i) + first(i) / (second(i).sqrt() + 1e-8);
+    [values(weight), values(|i| weight(i) - rate * step(i)), values(first), values(second)]
+}
+
+fn plan_step(of: &[Vec<u8>; 4], choice: Option<Choice>) -> TensorPlan {
+    let dtype = DType::Float32;
+    let [parent, data, first, second] = of;
+    let [values, first, second] = [parent, first, second].map(|data| probed(data, dtype));
+    let moment = |tensor, values| MomentSample { tensor, dtype, values };
+    let moments = &[moment(4, &first[..]), moment(5, &second[..])];
+    let (manifest, values, expected) = (Digest::of(b"p"), &values[..], None);
+    let parent = ParentSample { manifest, tensor: 3, values, moments, expected };
+    let view = TensorView { dtype, shape: &SHAPE, data };
+    let job = PlanJob { choice, parent: Some(&parent), ..PlanJob::new(Preset::Balanced, &view) };
+    CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
+}
+
+/// The optimizer changes all weights of a checkpoint by one rule.
+#[test]
+fn the_step_of_one_tensor_is_used_for_others_that_it_explains() {
+    let constants = |plan: &TensorPlan| {
+        assert_eq!(plan.plan.predictor, PredictorId::STEP);
+        plan.side.get(SideKind::STEP).to_vec()
+    };
+    let first = plan_step(&stepped(10, 3e-4), None);
+    let alike = first.choice.unwrap().for_one_alike();
+    let second = stepped(20, 3e-4);
+    let itself = constants(&plan_step(&second, None));
+    assert_ne!(itself, constants(&first), "found in other values");
+    let like = plan_step(&second, Some(alike));
+    assert_eq!(constants(&like), constants(&first));
+    // Another rate leaves more than the first one did.
+    let third = stepped(30, 2.9e-4);
+    assert_eq!(constants(&plan_step(&third, Some(alike))), constants(&plan_step(&third, None)));
+    // Of an earlier checkpoint only the method is tried, unless another tensor of this one has shown the step.
+    let own = like.choice.unwrap().of_earlier();
+    assert!(own.is_step());
+    assert_eq!(constants(&plan_step(&second, Some(own))), itself);
+    let shown = own.with_step_of(&first.choice.unwrap());
+    assert_eq!(constants(&plan_step(&second, Some(shown))), constants(&first));
 }

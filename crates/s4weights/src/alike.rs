@@ -55,7 +55,9 @@ impl Alike {
     ) -> Round {
         let (chosen, mut begun, mut round) = (lock(&self.0), HashSet::new(), Round::default());
         left.retain(|&i| {
-            let kind = if known[i].is_none() { kind(preset, run, i) } else { None };
+            // A remembered choice needs nothing of another tensor, but for the step of this checkpoint.
+            let asks = known[i].is_none_or(|choice| choice.is_step());
+            let kind = if asks { kind(preset, run, i) } else { None };
             let of_first = kind.as_ref().and_then(|kind| chosen.get(kind));
             if let Some(kind) = kind.filter(|_| of_first.is_none()) {
                 if begun.contains(&kind) {
@@ -65,7 +67,11 @@ impl Alike {
                 round.firsts.push((round.tensors.len(), kind));
             }
             round.tensors.push(i);
-            round.choices.push(known[i].or_else(|| *of_first?));
+            let of_first = *of_first.unwrap_or(&None);
+            round.choices.push(match (known[i], of_first) {
+                (Some(known), Some(first)) => Some(known.with_step_of(&first)),
+                (known, of_first) => known.or(of_first),
+            });
             false
         });
         round
@@ -96,7 +102,11 @@ fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
 
 #[cfg(test)]
 mod tests {
-    use s4_engine::{CpuEngine, PlanJob, Scratch, TensorValues, TensorView};
+    use s4_engine::{
+        CpuEngine, MomentSample, ParentSample, PlanJob, Scratch, TensorValues, TensorView,
+        parent_probes,
+    };
+    use s4_format::Digest;
     use s4_planes::Simd;
 
     use super::*;
@@ -110,6 +120,33 @@ mod tests {
         let view = TensorView { dtype: DType::BFloat16, shape: &[SMALL], data: &data };
         let job = PlanJob::new(Preset::Balanced, &view);
         CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
+    }
+
+    /// A plan by the optimizer's step.
+    fn step() -> TensorPlan {
+        let bell = |i: u64| {
+            let n = (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            (n ^ n >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40
+        };
+        let value = |i: u64| bell(i) as f32 / (1 << 24) as f32 - 0.5;
+        let values = |of: &dyn Fn(u64) -> f32| {
+            (0..SMALL).flat_map(|i| of(i).to_le_bytes()).collect::<Vec<u8>>()
+        };
+        let first = |i| value(i + SMALL);
+        let (before, first_moment) = (values(&value), values(&first));
+        let data = values(&|i| value(i) - 1e-3 * first(i));
+        let sample = |data: &[u8]| {
+            let probes = parent_probes(DType::Float32, SMALL).into_iter();
+            probes.flat_map(|p| data[4 * p.start as usize..4 * p.end as usize].to_vec()).collect()
+        };
+        let [before, first]: [Vec<u8>; 2] = [sample(&before), sample(&first_moment)];
+        let moments = &[MomentSample { tensor: 1, dtype: DType::Float32, values: &first }];
+        let (manifest, values, expected) = (Digest::of(b"p"), &before[..], None);
+        let parent = ParentSample { manifest, tensor: 0, values, moments, expected };
+        let view = TensorView { dtype: DType::Float32, shape: &[SMALL], data: &data };
+        let job = PlanJob { parent: Some(&parent), ..PlanJob::new(Preset::Balanced, &view) };
+        let engine = CpuEngine::new(Simd::detect());
+        engine.plan(&job, &mut Scratch::default()).unwrap()
     }
 
     /// A run of tensors with these names and shapes.
@@ -172,6 +209,24 @@ mod tests {
         // This preset compares little, so everything is planned in one round.
         let found = rounds(&Alike::default(), Preset::Fast, &run, &[]);
         assert_eq!(found, [(0..8).map(|i| (i, false)).collect::<Vec<_>>()]);
+    }
+
+    /// The first of a kind shows the step of a checkpoint, which an earlier one cannot.
+    #[test]
+    fn a_remembered_step_waits_for_the_first_of_its_kind() {
+        let data = vec![0; 2 * LARGE as usize];
+        let run = run(&data, &TENSORS);
+        let choice = step().choice.unwrap().of_earlier();
+        let known = vec![Some(choice); TENSORS.len()];
+        let (alike, mut left) = (Alike::default(), (0..TENSORS.len()).collect());
+        let round = alike.round((Preset::Balanced, &run), &known, &mut left);
+        assert_eq!((&round.tensors[..], &left[..]), (&[0, 2, 3, 4, 5][..], &[1, 6, 7][..]));
+        assert!(round.choices.iter().all(|given| *given == Some(choice)));
+        let plans = vec![step(); round.tensors.len()];
+        alike.note(round, &plans);
+        let round = alike.round((Preset::Balanced, &run), &known, &mut left);
+        let shown = choice.with_step_of(&step().choice.unwrap());
+        assert!(round.choices == [Some(shown); 3] && shown != choice);
     }
 
     #[test]

@@ -148,7 +148,7 @@ impl Recall {
         // A delta may pay with a nearer parent though it did not with a farther one.
         let is_nearer = has_parent && !choice.is_delta() && self.distance < nearest.distance;
         let same = nearest.distance == self.distance;
-        (!is_nearer).then(|| if same { choice } else { choice.at_other_distance() })
+        (!is_nearer).then(|| if same { choice.of_earlier() } else { choice.at_other_distance() })
     }
 
     /// Notes the choices for tensors.

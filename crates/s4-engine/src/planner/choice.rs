@@ -3,7 +3,7 @@
 use s4_format::layout::MAX_PLANES;
 use s4_format::side::SideKind;
 use s4_format::{DType, LayoutId, PredictorId, ResidualId};
-use s4_predict::Update;
+use s4_predict::{Step, Update};
 
 use super::TensorFacts;
 use super::coding::{KnownPlane, PlannedPlane, RememberedPlane};
@@ -16,6 +16,11 @@ const HOLDS: u64 = 8;
 const HOLDS_ELSEWHERE: u64 = 4;
 /// The same for a choice made for another tensor that is alike.
 const HOLDS_ALIKE: u64 = 16;
+/// A step's choice holds while it takes at most this part of the bits without a parent more than it did: it leaves so few
+/// bits that no other method comes near, whatever part of them is added.
+const STEP_HOLDS: u64 = 32;
+/// As long as it takes no more than this part more, no other constants or layouts are tried either.
+const STEP_HOLDS_AS_IS: u64 = 128;
 /// What was found of a plane of the same tensor is reused while its entropy stays within this part of the bits of all
 /// planes. What was found of another's is an estimate anyway, and is reused as long as the choice may hold.
 const PLANE_HOLDS: u64 = 128;
@@ -46,7 +51,7 @@ pub(super) enum Method {
 
 /// What the planner chose for a tensor. Given to the planner for the same tensor of a later
 /// checkpoint, it is tried first, and nothing else is tried while it costs about what it did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     pub(super) method: Method,
     pub(super) layout: LayoutId,
@@ -63,6 +68,8 @@ pub struct Choice {
     /// How the contexts of [`Method::Update`] are derived, and what that has in common with similar tensors.
     update: Option<Update>,
     shape: Option<Shape>,
+    /// The step of [`Method::Step`], if it was found for the same checkpoint: an optimizer changes all weights alike.
+    step: Option<Step>,
     /// What the choice was made for.
     of: ChosenFor,
 }
@@ -108,17 +115,50 @@ impl Choice {
             Method::Update => Update::parse(planned.side.get(SideKind::CONTEXTS)).ok(),
             _ => None,
         };
+        let step = match method {
+            Method::Step => Step::parse(planned.side.get(SideKind::STEP)).ok(),
+            _ => None,
+        };
         let (offsets, of) = (about.has_offsets, ChosenFor::Same);
-        let choice =
-            Self { method, layout, dtype, values, bits, alone, offsets, planes, update, shape, of };
+        let choice = Self {
+            method,
+            layout,
+            dtype,
+            values,
+            bits,
+            alone,
+            offsets,
+            planes,
+            update,
+            shape,
+            step,
+            of,
+        };
         (sampled < about.bytes).then_some(choice)
+    }
+
+    /// The same for a later checkpoint at the same distance to its parent.
+    #[must_use]
+    pub fn of_earlier(self) -> Self {
+        Self { step: None, ..self }
+    }
+
+    /// Whether the tensor is predicted by the optimizer's step.
+    pub fn is_step(&self) -> bool {
+        self.method == Method::Step
+    }
+
+    /// The same with the step that was found for another tensor of the checkpoint that is planned.
+    #[must_use]
+    pub fn with_step_of(self, other: &Self) -> Self {
+        Self { step: other.step, ..self }
     }
 
     /// The same for another distance to the parent, which changes the cost of a difference more
     /// than which method is best.
     #[must_use]
     pub fn at_other_distance(self) -> Self {
-        Self { update: None, of: ChosenFor::OtherDistance, ..self }
+        Self { update: None, step: None, of: ChosenFor::OtherDistance, ..self }
     }
 
     /// The same for another tensor of the same checkpoint that is alike and has no choice of its own.
@@ -165,6 +205,16 @@ impl Choice {
         self.update
     }
 
+    /// The step to try.
+    pub(super) fn step(&self) -> Option<Step> {
+        self.step
+    }
+
+    /// Whether a step that leaves `bits` leaves hardly more than it did: no other constants or layouts are tried.
+    pub(super) fn leaves_little_more(&self, bits: u64) -> bool {
+        bits <= self.bits + self.alone / STEP_HOLDS_AS_IS
+    }
+
     /// Whether the tensor is stored as a difference from a parent.
     pub fn is_delta(&self) -> bool {
         !matches!(self.method, Method::Direct | Method::Rank1)
@@ -202,7 +252,10 @@ impl Choice {
 
     /// Whether the choice may be kept for a sample that takes `bits` with it.
     pub(super) fn holds(&self, bits: u64) -> bool {
-        bits.abs_diff(self.bits) <= self.bits / self.tolerance()
+        match self.method {
+            Method::Step => bits <= self.bits + self.alone / STEP_HOLDS,
+            _ => bits.abs_diff(self.bits) <= self.bits / self.tolerance(),
+        }
     }
 
     /// The part of its bits by which the cost may differ.
@@ -224,7 +277,7 @@ mod tests {
         let (method, layout, dtype) = (Method::Sub, LayoutId::FIELDS, DType::Float32);
         let (planes, of, offsets) = ([None; MAX_PLANES], ChosenFor::Same, false);
         let (values, bits, alone, update) = (1, 800, 2000, None);
-        let shape = None;
+        let (shape, step) = (None, None);
         let choice = Choice {
             method,
             layout,
@@ -236,6 +289,7 @@ mod tests {
             planes,
             update,
             shape,
+            step,
             of,
         };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));

@@ -3,7 +3,7 @@
 use s4_format::dtype::Form;
 use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, Error, Plan, ResidualId, Result};
-use s4_predict::{ContextModel, Exponents, Step, Tensor, Update, Updates, exponent};
+use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
 use super::choice::{Choice, Method, known_planes};
 use super::layout::{Candidate, Counted, SampleKind};
@@ -234,23 +234,10 @@ impl CpuEngine {
                     (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
                 }
             }
-            Method::Step => {
-                let Some((step, moments)) = self.step_of(about, &from.sample, parent)? else {
-                    return Ok(None);
-                };
-                let mut predicted = vec![0; parent.values.len()];
-                let second = moments.get(1).map_or(&[][..], |second| second.values);
-                let inputs = [parent.values, moments[0].values, second];
-                step.predict(self.kernels, dtype, inputs, &mut predicted)?;
-                let mut rest = from.sample.values.clone();
-                self.kernels.sub_values(width_of(about.width())?, &mut rest, &predicted);
-                let values = (&rest[..], &mut Counted::default());
-                let best = self.best(about, values, SampleKind::Ordered, scratch)?;
-                (
-                    best.map(|best| best.with_moments(moments.len(), about, rest.len())),
-                    step.to_bytes(),
-                )
-            }
+            Method::Step => match self.by_step(about, &from.sample, parent, scratch)? {
+                Some((best, step)) => (Some(best), step.to_bytes()),
+                None => return Ok(None),
+            },
             Method::Blend if allowed.blend => {
                 let Some(offsets) = offsets else { return Ok(None) };
                 match self.blend(about, &from.sample, parent, offsets, scratch)? {
@@ -261,23 +248,6 @@ impl CpuEngine {
             _ => return Ok(None),
         };
         Ok(best.map(|best| Difference { method, best, side, shape }))
-    }
-
-    /// The optimizer's step from the parent to the sample, and the moments for it; `None` if no step explains the
-    /// differences.
-    fn step_of<'p>(
-        &self,
-        about: &TensorFacts<'_>,
-        sample: &Sample,
-        parent: &'p ParentSample<'_>,
-    ) -> Result<Option<(Step, &'p [MomentSample<'p>])>> {
-        let (values, all) = (&sample.values[..], sample.values.len() == about.bytes);
-        let moments = parent.moments;
-        if all || moments.is_empty() || !allowed(about.preset).step {
-            return Ok(None);
-        }
-        let step = self.fit_step(about.dtype, (values, parent.values), moments, about.epsilon)?;
-        Ok(step.map(|step| (step, moments)))
     }
 
     /// The cost of differences in the order of values, negated as the moments say, with contexts from updates.
@@ -306,7 +276,12 @@ impl CpuEngine {
 
 impl Candidate {
     /// The same for a plan that also lists the moments as inputs, once for the tensor. `len`: bytes of the sample.
-    fn with_moments(mut self, moments: usize, about: &TensorFacts<'_>, len: usize) -> Self {
+    pub(super) fn with_moments(
+        mut self,
+        moments: usize,
+        about: &TensorFacts<'_>,
+        len: usize,
+    ) -> Self {
         let bytes = MOMENT * moments as u64;
         let listed = 8 * bytes * (len / about.width()) as u64 / about.values().max(1);
         self.bits += listed;

@@ -7,8 +7,10 @@ use s4_planes::StepFactors;
 use s4_predict::Step;
 use s4_predict::update::float_bits;
 
-use super::MomentSample;
-use crate::CpuEngine;
+use super::layout::{Candidate, Counted, SampleKind};
+use super::{MomentSample, ParentSample, Sample, TensorFacts, allowed};
+use crate::scratch::width_of;
+use crate::{CpuEngine, Scratch};
 
 /// How many values of the sample the constants are first fitted to, and then, if they fit.
 const FIRST: usize = 512;
@@ -36,11 +38,83 @@ struct Seen {
 }
 
 impl CpuEngine {
+    /// The cost of a sample as the difference from what the optimizer's step makes of the parent, and the step; `None` if
+    /// no step explains the differences. An earlier choice's step and layout are tried first.
+    ///
+    /// # Errors
+    /// `Corrupt` if the numbers of values differ.
+    pub(super) fn by_step(
+        &self,
+        about: &TensorFacts<'_>,
+        sample: &Sample,
+        parent: &ParentSample<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<(Candidate, Step)>> {
+        let Some(again) = about.again else {
+            let step = self.step_of(about, sample, parent)?;
+            return step
+                .map_or(Ok(None), |step| self.after_step(step, about, sample, parent, scratch));
+        };
+        let known = again.step().filter(|step| may_apply(step, parent.moments));
+        let step = match known {
+            Some(step) => Some(step),
+            None => self.step_of(about, sample, parent)?,
+        };
+        let Some(step) = step else { return Ok(None) };
+        let tried = self.after_step(step, about, sample, parent, scratch)?;
+        if tried.as_ref().is_none_or(|(best, _)| again.leaves_little_more(best.bits)) {
+            return Ok(tried);
+        }
+        // Another layout may be better, or other constants.
+        let step = if known.is_some() { self.step_of(about, sample, parent)? } else { Some(step) };
+        let about = &TensorFacts { again: None, ..*about };
+        step.map_or(Ok(None), |step| self.after_step(step, about, sample, parent, scratch))
+    }
+
+    /// The optimizer's step from the parent to the sample; `None` if no step explains the differences.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::by_step`].
+    pub(super) fn step_of(
+        &self,
+        about: &TensorFacts<'_>,
+        sample: &Sample,
+        parent: &ParentSample<'_>,
+    ) -> Result<Option<Step>> {
+        let (values, all) = (&sample.values[..], sample.values.len() == about.bytes);
+        if all || !allowed(about.preset).step {
+            return Ok(None);
+        }
+        self.fit_step(about.dtype, (values, parent.values), parent.moments, about.epsilon)
+    }
+
+    /// The cost of what a step leaves, and the step.
+    fn after_step(
+        &self,
+        step: Step,
+        about: &TensorFacts<'_>,
+        sample: &Sample,
+        parent: &ParentSample<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<(Candidate, Step)>> {
+        let [first, ref second @ ..] = *parent.moments else { return Ok(None) };
+        let second = second.first().map_or(&[][..], |second| second.values);
+        let mut predicted = vec![0; parent.values.len()];
+        let inputs = [parent.values, first.values, second];
+        step.predict(self.kernels, about.dtype, inputs, &mut predicted)?;
+        let mut rest = sample.values.clone();
+        self.kernels.sub_values(width_of(about.width())?, &mut rest, &predicted);
+        let values = (&rest[..], &mut Counted::default());
+        let best = self.best(about, values, SampleKind::Ordered, scratch)?;
+        let listed = parent.moments.len();
+        Ok(best.map(|best| (best.with_moments(listed, about, rest.len()), step)))
+    }
+
     /// The step that takes a parent's values to those of the sample; `None` if it is not an optimizer's.
     ///
     /// # Errors
     /// `Corrupt` if the numbers of values differ.
-    pub(super) fn fit_step(
+    fn fit_step(
         &self,
         dtype: DType,
         (values, parent): (&[u8], &[u8]),
@@ -85,6 +159,12 @@ impl CpuEngine {
         let (first, second) = (first.dtype, second.map(|m| m.dtype));
         Ok(factors.are_valid().then_some(Step { factors, first, second }))
     }
+}
+
+/// Whether a step that was found for another tensor can be that of one with these moments.
+fn may_apply(step: &Step, moments: &[MomentSample<'_>]) -> bool {
+    let dtypes = std::iter::once(step.first).chain(step.second);
+    dtypes.eq(moments.iter().map(|m| m.dtype)) && rounds_to_nearest()
 }
 
 /// The constants of a step: a weight changes by `keep` of itself less `rate * first / (root + epsilon)`.
