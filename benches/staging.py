@@ -301,6 +301,7 @@ class Products:
         self.bench = bench
         self.a = torch.randn(n, n, device=bench.device, dtype=dtype)
         self.out = torch.empty_like(self.a)
+        #: How long the last run took.
         self.seconds = 0.0
 
     def run(self, stop: Callable[[], bool], at_least: float) -> float:
@@ -313,6 +314,7 @@ class Products:
             done += 20
             elapsed = time.perf_counter() - start
             if elapsed >= at_least and stop():
+                self.seconds = elapsed
                 return elapsed / done
 
 
@@ -323,7 +325,7 @@ def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> No
     products.run(lambda: True, least)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    alone, beside, waits = [], [], []
+    alone, beside, lost, waits = [], [], [], []
     with new_folder(parent) as folder, s4weights.CheckpointStore(folder) as store:
         store.save_checkpoint(state, 0)
         for i in range(1, 1 + 2 * bench.repeat):
@@ -333,6 +335,7 @@ def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> No
             pending = store.save_checkpoint(state, i, blocking=False, base=i % 2 == 1, stage=stage)
             pending.guard(optimizer)
             beside.append(products.run(pending.done, 0.0))
+            lost.append(products.seconds * (1 - alone[-1] / beside[-1]))
             pending.wait()
             # In a separate save: how long the optimizer waits after a forward and backward pass.
             pending = store.save_checkpoint(state, i, blocking=False, base=i % 2 == 1, stage=stage)
@@ -344,6 +347,7 @@ def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> No
             pending.wait()
     median = [sorted(times)[len(times) // 2] for times in (alone, beside)]
     bench.facts[f"slowdown_percent, {stage}"] = 100 * (median[1] / median[0] - 1)
+    bench.facts[f"lost_to_a_save_s, {stage}"] = sorted(lost)[len(lost) // 2]
     bench.facts[f"optimizer.step_s, {stage}"] = max(waits)
 
 

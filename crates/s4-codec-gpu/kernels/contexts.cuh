@@ -173,15 +173,16 @@ __device__ __forceinline__ void make_list_coders(const SharedTable& table, u32* 
 template <class Source>
 struct EncodeContexts {
   static constexpr bool kLoneEscapes = true;
-  static constexpr u32 kModels = Source::kMostTables > 10 ? 2 : 5;  // tables that are made at the same time
+  static constexpr u32 kModels = kComposedWarps;  // tables that are made at the same time
   struct Coders {
-    u32 of[256 * Source::kMostTables];
+    union {
+      u32 of[256 * Source::kMostTables];
+      Model models[kModels];  // until the coders are made
+    };
     u32 seen, counted;
     u64 own_bits, shared_bits;  // of the counted symbols
   };
-  struct Models {
-    Model of[kModels];
-  };
+  struct Models {};
   typedef ContextCounts<Source::kMostTables> Count;
   typedef PlaneShared<EncodeContexts> Memory;
 
@@ -236,10 +237,10 @@ struct EncodeContexts {
 #pragma unroll 1
     for (u32 first = 0; first < count; first += kModels) {
       const u32 t = first + warp_id();
-      if (warp_id() >= kModels || t >= count) continue;
+      if (t >= count) continue;
       u32* const counts = shared.u.count.of + 256 * t;
-      const Model& model = shared.model.of[warp_id()];
-      const u32 counted = make_table(counts, all, kSlots, shared.model.of[warp_id()], job.own[t]);
+      Model& model = coders.models[warp_id()];
+      const u32 counted = make_table(counts, all, kSlots, model, job.own[t]);
       u32 own = 0, other = 0;
       if (usable) {
         const SharedTable& table = job.tables.at[t];

@@ -279,7 +279,8 @@ template <int kWidth, u32 kLayout, class Predict>
 __device__ __forceinline__ void split_values(const ValueSpan& span, const Predict& predict, const PlaneSet& to) {
 #pragma unroll 1
   for (u32 at = kOctet * threadIdx.x; at < span.n; at += kOctet * blockDim.x) {
-    const u32 left = values_left(at, span.n);
+    const u32 left = values_left(at, span.n), next = at + kOctet * blockDim.x;
+    if (next < span.n) prefetch(span.values + static_cast<u64>(next) * kWidth);
     Uint<kWidth> v[8];
     load_values8<kWidth>(span.values, at, left, v);
     predict.template take<kWidth>(at, left, v);

@@ -193,23 +193,36 @@ __device__ __forceinline__ void choose_frequencies(Model& model, u32 slots) {
     sum += freq;
   }
   sum = warp_sum(sum);
-  for (; sum < total; sum++) {
-    u32 most = 0, best = ~0u;
-    for (u32 i = lane_id(); i < kept; i += kLanes) {
-      const u32 gain = weight(model.listed_count[i], 2 * model.listed_freq[i] + 1);
-      if (best == ~0u || gain > most) most = gain, best = i;
+  // What each of a lane's symbols is worth, so that only the one that changes is divided again; the smallest is taken.
+  u32 worth[256 / kLanes];
+  const auto set = [&](const auto& of, u32 only) {
+#pragma unroll
+    for (u32 k = 0; k < 256 / kLanes; k++) {
+      const u32 i = lane_id() + kLanes * k;
+      if (only == ~0u || i == only) worth[k] = i < kept ? of(model.listed_count[i], model.listed_freq[i]) : ~0u;
     }
-    best = index_of_least(best == ~0u ? ~0u : ~1u - most, best);
-    if (best % kLanes == lane_id()) model.listed_freq[best]++;
-  }
-  for (; sum > total; sum--) {
-    u32 least = ~0u, best = ~0u;
-    for (u32 i = lane_id(); i < kept; i += kLanes) {
-      const u32 loss = weight(model.listed_count[i], 2 * model.listed_freq[i] - 1);
-      if (model.listed_freq[i] > 1 && loss < least) least = loss, best = i;
+  };
+  const auto best = [&] {
+    u32 least = ~0u, index = ~0u;
+#pragma unroll
+    for (u32 k = 0; k < 256 / kLanes; k++)
+      if (worth[k] < least) least = worth[k], index = lane_id() + kLanes * k;
+    return index_of_least(least, index);
+  };
+  if (sum < total) {
+    const auto gain = [](u32 count, u32 freq) { return ~1u - weight(count, 2 * freq + 1); };
+    set(gain, ~0u);
+    for (; sum < total; sum++) {
+      const u32 i = best();
+      if (i % kLanes == lane_id()) model.listed_freq[i]++, set(gain, i);
     }
-    best = index_of_least(least, best);
-    if (best % kLanes == lane_id()) model.listed_freq[best]--;
+  } else if (sum > total) {
+    const auto loss = [](u32 count, u32 freq) { return freq > 1 ? weight(count, 2 * freq - 1) : ~0u; };
+    set(loss, ~0u);
+    for (; sum > total; sum--) {
+      const u32 i = best();
+      if (i % kLanes == lane_id()) model.listed_freq[i]--, set(loss, i);
+    }
   }
   __syncwarp();
   // The frequency of a lone symbol must fit into a byte.

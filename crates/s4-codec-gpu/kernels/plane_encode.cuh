@@ -116,23 +116,33 @@ struct PlaneSource {
   template <class Push>
   __device__ __forceinline__ void blocks_backwards(u32 first, u32 end, const Push& push) const {
     const u32 mine = lane_id() * kOctet;
-#pragma unroll 1
-    for (u32 at = first + (end - first - 1) / kBlock * kBlock;; at -= kBlock) {
-      const u32 left = values_left(at + mine, end);
-      u32 symbols[2];
-      if (left == kOctet) {
-        const uint2 v = *reinterpret_cast<const uint2*>(plane + at + mine);
-        symbols[0] = v.x, symbols[1] = v.y;
-      } else {
+    u32 at = first + (end - first - 1) / kBlock * kBlock;
+    const u32 left = values_left(at + mine, end);
+    u32 symbols[2];
+    if (left == kOctet) {
+      load(at + mine, symbols);
+    } else {
 #pragma unroll
-        for (u32 k = 0; k < 8; k++) {
-          const u32 symbol = k < left ? plane[at + mine + k] : padding;
-          symbols[k / 4] = (k % 4 ? symbols[k / 4] : 0) | symbol << (8 * (k % 4));
-        }
+      for (u32 k = 0; k < 8; k++) {
+        const u32 symbol = k < left ? plane[at + mine + k] : padding;
+        symbols[k / 4] = (k % 4 ? symbols[k / 4] : 0) | symbol << (8 * (k % 4));
       }
-      push(at + mine, symbols);
-      if (at == first) return;
     }
+#pragma unroll 1
+    for (; at != first; at -= kBlock) {
+      // Only the last block may have fewer symbols. The next one is loaded while this one is coded.
+      u32 next[2];
+      load(at - kBlock + mine, next);
+      push(at + mine, symbols);
+      symbols[0] = next[0], symbols[1] = next[1];
+    }
+    push(at + mine, symbols);
+  }
+
+ private:
+  __device__ __forceinline__ void load(u32 at, u32* symbols) const {
+    const uint2 v = *reinterpret_cast<const uint2*>(plane + at);
+    symbols[0] = v.x, symbols[1] = v.y;
   }
 };
 
@@ -262,21 +272,45 @@ __device__ __forceinline__ Coded encode_rans(const PlaneJob& job, Density densit
   return Coded{job.plane, len, carried, kRans, kBits, tensors};
 }
 
-// Packs values of 7 bits. All threads; ends with a barrier.
+// The values below 128 in the bytes of a word, without the bits between them.
+__device__ __forceinline__ u64 squeeze(u64 x) {
+  x = (x & 0x007f007f007f007f) | (x & 0x7f007f007f007f00) >> 1;
+  x = (x & 0x00003fff00003fff) | (x & 0x3fff00003fff0000) >> 2;
+  return (x & 0x000000000fffffff) | (x & 0x0fffffff00000000) >> 4;
+}
+
+// Packs values of 7 bits: eight words become seven. All threads; ends with a barrier.
 __device__ __forceinline__ Coded encode_bits(const PlaneJob& job) {
   const u32 len = job.size / 8 * 7 + (job.size % 8 * 7 + 7) / 8;
   if (len >= job.size) return Coded{job.plane, job.size, 0, kRaw, 0, false};
   // What all threads write lies before what they read next.
 #pragma unroll 1
-  for (u32 first = 0; 8 * first < job.size; first += blockDim.x) {
-    const u32 i = first + threadIdx.x, left = values_left(8 * i, job.size);
-    u64 packed = 0;
-#pragma unroll 1
-    for (u32 k = 0; k < left; k++) packed |= static_cast<u64>(job.plane[8 * i + k]) << (7 * k);
+  for (u32 first = 0; 64 * first < job.size; first += blockDim.x) {
+    const u32 i = first + threadIdx.x, at = 64 * i, left = at < job.size ? min(64u, job.size - at) : 0;
+    u64 words[8] = {};
+    if (left == 64) {
+#pragma unroll
+      for (int k = 0; k < 8; k++) words[k] = reinterpret_cast<const u64*>(job.plane + at)[k];
+    } else {
+#pragma unroll
+      for (u32 k = 0; k < 64; k++)
+        if (k < left) words[k / 8] |= static_cast<u64>(job.plane[at + k]) << (8 * (k % 8));
+    }
+    u64 packed[7];
+#pragma unroll
+    for (int k = 0; k < 8; k++) words[k] = squeeze(words[k]);
+#pragma unroll
+    for (int k = 0; k < 7; k++) packed[k] = words[k] >> (8 * k) | words[k + 1] << (56 - 8 * k);
     __syncthreads();
-    const u32 bytes = left > 0 ? min(7u, len - 7 * i) : 0;
-#pragma unroll 1
-    for (u32 k = 0; k < bytes; k++) job.plane[7 * i + k] = static_cast<u8>(packed >> (8 * k));
+    u8* const to = job.plane + 56 * i;
+    if (left == 64) {
+#pragma unroll
+      for (int k = 0; k < 7; k++) reinterpret_cast<u64*>(to)[k] = packed[k];
+    } else if (left > 0) {
+#pragma unroll
+      for (u32 k = 0; k < 56; k++)
+        if (56 * i + k < len) to[k] = static_cast<u8>(packed[k / 8] >> (8 * (k % 8)));
+    }
   }
   __syncthreads();
   return Coded{job.plane, len, 0, kBits, 7, false};
