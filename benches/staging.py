@@ -9,8 +9,8 @@ training. One run measures, for each number of tensors, how long the call blocks
 each way of staging, the best of some saves after a first one) and how long the whole save takes,
 and the same for a pinned copy, a clone on the GPU, `torch.save`, `dcp.async_save` and
 `s4weights.save`. For one number of tensors it also measures, for each way of staging, how much
-slower matrix products become during a save, how long the optimizer waits after a forward and
-backward pass of 0.3 s, and memory. The last checkpoint of each store is compared bit for bit.
+slower matrix products become during a save and how much time that is, how long the optimizer waits
+after a forward and backward pass of 0.3 s, and memory. The last checkpoint of each store is compared bit for bit.
 
 --calls instead measures saves and loads that block, of files and of a store.
 
@@ -319,7 +319,7 @@ class Products:
 
 
 def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> None:
-    """How much slower products become during saves, and how long the optimizer waits."""
+    """How much slower products become during saves, the time lost, and how long the optimizer waits."""
     products = Products(bench)
     least = 0.05 if bench.tiny else 0.4
     products.run(lambda: True, least)

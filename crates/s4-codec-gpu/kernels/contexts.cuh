@@ -182,7 +182,7 @@ struct EncodeContexts {
     u32 seen, counted;
     u64 own_bits, shared_bits;  // of the counted symbols
   };
-  struct Models {};
+  struct Models {};  // they are among the coders
   typedef ContextCounts<Source::kMostTables> Count;
   typedef PlaneShared<EncodeContexts> Memory;
 

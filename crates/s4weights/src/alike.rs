@@ -101,7 +101,7 @@ fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use s4_engine::{
         CpuEngine, MomentSample, ParentSample, PlanJob, Scratch, TensorValues, TensorView,
         parent_probes,
@@ -123,7 +123,7 @@ mod tests {
     }
 
     /// A plan by the optimizer's step.
-    fn step() -> TensorPlan {
+    pub(crate) fn step() -> TensorPlan {
         let bell = |i: u64| {
             let n = (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             (n ^ n >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40

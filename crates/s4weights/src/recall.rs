@@ -270,6 +270,18 @@ mod tests {
         assert!(known.choices[0].contains_key("there"));
     }
 
+    /// An optimizer's rate changes from save to save.
+    #[test]
+    fn the_constants_of_a_step_are_not_remembered() {
+        let memory = Arc::new(PlanMemory::default());
+        let chosen = crate::alike::tests::step().choice.unwrap();
+        assert!(chosen.is_step() && chosen != chosen.of_earlier());
+        let begin = || memory.begin(Some((id(1), 1)), None);
+        begin().note([("w", true, Some(chosen))].into_iter());
+        let given = (0..RENEWED).find_map(|_| begin().choice("w", true));
+        assert_eq!(given, Some(chosen.of_earlier()));
+    }
+
     #[test]
     fn choices_are_remembered_by_distance() {
         let memory = Arc::new(PlanMemory::default());

@@ -111,13 +111,11 @@ impl Choice {
             _ => Method::Direct,
         };
         let (dtype, values, layout) = (about.dtype, about.values(), plan.layout);
-        let update = match method {
-            Method::Update => Update::parse(planned.side.get(SideKind::CONTEXTS)).ok(),
-            _ => None,
-        };
-        let step = match method {
-            Method::Step => Step::parse(planned.side.get(SideKind::STEP)).ok(),
-            _ => None,
+        let side = |kind| planned.side.get(kind);
+        let (update, step) = match method {
+            Method::Update => (Update::parse(side(SideKind::CONTEXTS)).ok(), None),
+            Method::Step => (None, Step::parse(side(SideKind::STEP)).ok()),
+            _ => (None, None),
         };
         let (offsets, of) = (about.has_offsets, ChosenFor::Same);
         let choice = Self {
@@ -274,23 +272,19 @@ mod tests {
 
     #[test]
     fn a_choice_of_another_distance_is_one_of_this_once_it_was_made_again() {
-        let (method, layout, dtype) = (Method::Sub, LayoutId::FIELDS, DType::Float32);
-        let (planes, of, offsets) = ([None; MAX_PLANES], ChosenFor::Same, false);
-        let (values, bits, alone, update) = (1, 800, 2000, None);
-        let (shape, step) = (None, None);
         let choice = Choice {
-            method,
-            layout,
-            dtype,
-            values,
-            bits,
-            alone,
-            offsets,
-            planes,
-            update,
-            shape,
-            step,
-            of,
+            method: Method::Sub,
+            layout: LayoutId::FIELDS,
+            dtype: DType::Float32,
+            values: 1,
+            bits: 800,
+            alone: 2000,
+            offsets: false,
+            planes: [None; MAX_PLANES],
+            update: None,
+            shape: None,
+            step: None,
+            of: ChosenFor::Same,
         };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
         let now = Choice { bits: 900, ..choice };

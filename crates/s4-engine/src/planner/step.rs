@@ -50,25 +50,24 @@ impl CpuEngine {
         parent: &ParentSample<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<(Candidate, Step)>> {
-        let Some(again) = about.again else {
-            let step = self.step_of(about, sample, parent)?;
-            return step
-                .map_or(Ok(None), |step| self.after_step(step, about, sample, parent, scratch));
-        };
-        let known = again.step().filter(|step| may_apply(step, parent.moments));
+        let again = about.again;
+        let known = again.and_then(|choice| choice.step());
+        let known = known.filter(|step| may_apply(step, parent.moments));
         let step = match known {
             Some(step) => Some(step),
             None => self.step_of(about, sample, parent)?,
         };
         let Some(step) = step else { return Ok(None) };
         let tried = self.after_step(step, about, sample, parent, scratch)?;
-        if tried.as_ref().is_none_or(|(best, _)| again.leaves_little_more(best.bits)) {
+        let Some((best, _)) = &tried else { return Ok(None) };
+        if again.is_none_or(|choice| choice.leaves_little_more(best.bits)) {
             return Ok(tried);
         }
-        // Another layout may be better, or other constants.
-        let step = if known.is_some() { self.step_of(about, sample, parent)? } else { Some(step) };
+        // Other constants may be better, or another layout.
+        let own = if known.is_some() { self.step_of(about, sample, parent)? } else { Some(step) };
+        let Some(step) = own else { return Ok(None) };
         let about = &TensorFacts { again: None, ..*about };
-        step.map_or(Ok(None), |step| self.after_step(step, about, sample, parent, scratch))
+        self.after_step(step, about, sample, parent, scratch)
     }
 
     /// The optimizer's step from the parent to the sample; `None` if no step explains the differences.
