@@ -7,7 +7,7 @@ use s4_engine::{
     TensorView, parent_probes,
 };
 use s4_format::side::SideKind;
-use s4_format::{DType, Digest, PredictorId, ResidualId};
+use s4_format::{DType, Digest, PredictorId};
 use s4_planes::Simd;
 
 const ROWS: usize = 500;
@@ -187,13 +187,29 @@ fn choices_of_other_tensors_say_nothing() {
     assert_eq!(stored(&plan(&now, None, choice)), stored(&fresh));
 }
 
-/// Plans of such tensors are compared by encoding them.
+/// The first rows of a tensor, few enough for a sample to hold them whole.
+fn small(data: &[u8]) -> &[u8] {
+    &data[..4 * 13 * COLS]
+}
+
+/// How such a tensor is coded best is found by encoding it, which a choice saves as well.
 #[test]
-fn nothing_is_chosen_for_tensors_that_are_all_sample() {
+fn what_is_chosen_for_a_tensor_that_is_all_sample_makes_the_same_plan() {
     let (before, now) = (weight(3, 1000.0), weight(4, 1000.0));
-    let small = plan_of(DType::Float32, &[9000], &now[..36_000], Some(&before[..36_000]), None);
-    assert_eq!(small.choice, None);
-    assert_ne!(small.plan.residual, ResidualId::ID);
+    // The rules of preset `fast` make this one smaller.
+    let few = values(|i| (bell(i, 6) * 6.0).round());
+    let cases =
+        [(&now, Some(&before), "Balanced"), (&moment(1), None, "Balanced"), (&few, None, "Fast")];
+    for (data, parent, rules) in cases {
+        let (data, parent) = (small(data), parent.map(|parent| small(parent)));
+        let plan = |choice| plan_of(DType::Float32, &[13, COLS as u64], data, parent, choice);
+        let first = plan(None);
+        let choice = first.choice.unwrap();
+        assert_eq!(choice.is_delta(), parent.is_some());
+        assert!(format!("{choice:?}").contains(&format!("preset: {rules}")));
+        let again = plan(first.choice);
+        assert_eq!((stored(&again), again.choice), (stored(&first), first.choice));
+    }
 }
 
 /// Two tensors that differ in their values alone.
@@ -247,7 +263,7 @@ fn plan_step(of: &[Vec<u8>; 4], choice: Option<Choice>) -> TensorPlan {
     let moments = &[moment(4, &first[..]), moment(5, &second[..])];
     let (manifest, values, expected) = (Digest::of(b"p"), &values[..], None);
     let parent = ParentSample { manifest, tensor: 3, values, moments, expected };
-    let view = TensorView { dtype, shape: &SHAPE, data };
+    let view = TensorView { dtype, shape: &[(data.len() / 4 / COLS) as u64, COLS as u64], data };
     let job = PlanJob { choice, parent: Some(&parent), ..PlanJob::new(Preset::Balanced, &view) };
     CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
 }
@@ -275,4 +291,13 @@ fn the_step_of_one_tensor_is_used_for_others_that_it_explains() {
     assert_eq!(constants(&plan_step(&second, Some(own))), itself);
     let shown = own.with_step_of(&first.choice.unwrap());
     assert_eq!(constants(&plan_step(&second, Some(shown))), constants(&first));
+}
+
+#[test]
+fn a_step_explains_a_tensor_that_is_all_sample() {
+    let of = |seed, rate| stepped(seed, rate).map(|data| small(&data).to_vec());
+    let first = plan_step(&of(10, 3e-4), None);
+    assert_eq!(first.plan.predictor, PredictorId::STEP);
+    let like = plan_step(&of(20, 3e-4), first.choice.map(Choice::for_one_alike));
+    assert_eq!(like.side.get(SideKind::STEP), first.side.get(SideKind::STEP));
 }

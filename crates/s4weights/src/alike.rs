@@ -5,7 +5,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Mutex;
 
-use s4_engine::{Choice, Preset, TensorPlan};
+use s4_engine::{Choice, TensorPlan};
 use s4_format::DType;
 use s4_format::manifest::RoleKind;
 
@@ -49,7 +49,7 @@ impl Alike {
     /// is the first of its kind does not depend on where a run ends.
     pub(crate) fn round(
         &self,
-        (preset, run): (Preset, &Run<'_>),
+        run: &Run<'_>,
         known: &[Option<Choice>],
         left: &mut Vec<usize>,
     ) -> Round {
@@ -57,7 +57,7 @@ impl Alike {
         left.retain(|&i| {
             // A remembered choice needs nothing of another tensor, but for the step of this checkpoint.
             let asks = known[i].is_none_or(|choice| choice.is_step());
-            let kind = if asks { kind(preset, run, i) } else { None };
+            let kind = if asks { kind(run, i) } else { None };
             let of_first = kind.as_ref().and_then(|kind| chosen.get(kind));
             if let Some(kind) = kind.filter(|_| of_first.is_none()) {
                 if begun.contains(&kind) {
@@ -85,12 +85,10 @@ impl Alike {
     }
 }
 
-fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
+fn kind(run: &Run<'_>, i: usize) -> Option<Kind> {
     let t = &run.tensors[i];
     let small = t.values.bytes() / t.dtype.value_width() as u64 <= MOST_VALUES;
-    // Other presets compare few candidates.
-    let compares = matches!(preset, Preset::Balanced | Preset::Small);
-    (small && compares).then(|| Kind {
+    small.then(|| Kind {
         name: run.names[i].chars().filter(|c| !c.is_ascii_digit()).collect(),
         dtype: t.dtype,
         shape: t.shape.to_vec(),
@@ -103,7 +101,7 @@ fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
 #[cfg(test)]
 pub(crate) mod tests {
     use s4_engine::{
-        CpuEngine, MomentSample, ParentSample, PlanJob, Scratch, TensorValues, TensorView,
+        CpuEngine, MomentSample, ParentSample, PlanJob, Preset, Scratch, TensorValues, TensorView,
         parent_probes,
     };
     use s4_format::Digest;
@@ -164,18 +162,13 @@ pub(crate) mod tests {
     }
 
     /// The tensors of each round, and for each whether a choice is tried first.
-    fn rounds(
-        alike: &Alike,
-        preset: Preset,
-        run: &Run<'_>,
-        known: &[usize],
-    ) -> Vec<Vec<(usize, bool)>> {
+    fn rounds(alike: &Alike, run: &Run<'_>, known: &[usize]) -> Vec<Vec<(usize, bool)>> {
         let choice = plan().choice;
         let known: Vec<_> =
             (0..run.names.len()).map(|i| choice.filter(|_| known.contains(&i))).collect();
         let (mut left, mut out): (Vec<_>, _) = ((0..run.names.len()).collect(), vec![]);
         while !left.is_empty() {
-            let round = alike.round((preset, run), &known, &mut left);
+            let round = alike.round(run, &known, &mut left);
             let given = round.choices.iter().map(Option::is_some);
             out.push(round.tensors.iter().copied().zip(given).collect());
             let plans = vec![plan(); round.tensors.len()];
@@ -200,15 +193,12 @@ pub(crate) mod tests {
         let data = vec![0; 2 * LARGE as usize];
         let run = run(&data, &TENSORS);
         let first: Vec<_> = [0, 2, 3, 4, 5].map(|i| (i, false)).into();
-        let found = rounds(&Alike::default(), Preset::Balanced, &run, &[]);
+        let found = rounds(&Alike::default(), &run, &[]);
         assert_eq!(found, [first, [1, 6, 7].map(|i| (i, true)).into()]);
         // A choice known for the tensor itself takes precedence.
-        let found = rounds(&Alike::default(), Preset::Balanced, &run, &[0, 6]);
+        let found = rounds(&Alike::default(), &run, &[0, 6]);
         let is_known = |i: usize| (i, [0, 6].contains(&i));
         assert_eq!(found, [[0, 1, 2, 3, 4, 5, 6].map(is_known).to_vec(), vec![(7, true)]]);
-        // This preset compares little, so everything is planned in one round.
-        let found = rounds(&Alike::default(), Preset::Fast, &run, &[]);
-        assert_eq!(found, [(0..8).map(|i| (i, false)).collect::<Vec<_>>()]);
     }
 
     /// The first of a kind shows the step of a checkpoint, which an earlier one cannot.
@@ -219,12 +209,12 @@ pub(crate) mod tests {
         let choice = step().choice.unwrap().of_earlier();
         let known = vec![Some(choice); TENSORS.len()];
         let (alike, mut left) = (Alike::default(), (0..TENSORS.len()).collect());
-        let round = alike.round((Preset::Balanced, &run), &known, &mut left);
+        let round = alike.round(&run, &known, &mut left);
         assert_eq!((&round.tensors[..], &left[..]), (&[0, 2, 3, 4, 5][..], &[1, 6, 7][..]));
         assert!(round.choices.iter().all(|given| *given == Some(choice)));
         let plans = vec![step(); round.tensors.len()];
         alike.note(round, &plans);
-        let round = alike.round((Preset::Balanced, &run), &known, &mut left);
+        let round = alike.round(&run, &known, &mut left);
         let shown = choice.with_step_of(&step().choice.unwrap());
         assert!(round.choices == [Some(shown); 3] && shown != choice);
     }
@@ -237,7 +227,7 @@ pub(crate) mod tests {
             let mut all = vec![];
             for part in parts {
                 let run = run(&data, &TENSORS[part.clone()]);
-                let rounds = rounds(&alike, Preset::Balanced, &run, &[]);
+                let rounds = rounds(&alike, &run, &[]);
                 all.extend(rounds.concat().into_iter().map(|(i, tried)| (part.start + i, tried)));
             }
             all.sort_unstable();

@@ -402,7 +402,7 @@ where
     let mut left: Vec<_> = (0..tensors.len()).collect();
     let mut plans: Vec<(usize, TensorPlan)> = vec![];
     while !left.is_empty() {
-        let round = alike.round((preset, part), &known, &mut left);
+        let round = alike.round(part, &known, &mut left);
         let Run { names, tensors, parents, moments, .. } = &part.only(&round.tensors);
         let inputs = ParentInputs::new(parent, pool, tensors, parents).with_moments(moments);
         let mut inputs = inputs.with_choices(&round.choices);

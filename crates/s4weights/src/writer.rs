@@ -325,10 +325,10 @@ impl Writer {
             moments: vec![],
         };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
-        // Packs have no names to recall choices by.
-        let recall = self.recall.take();
+        // Packs have no names to recall choices by, and those of one size are not alike.
+        let (recall, alike) = (self.recall.take(), std::mem::take(&mut self.alike));
         let encoded = self.encode(&run, &mut meter)?;
-        self.recall = recall;
+        (self.recall, self.alike) = (recall, alike);
         for coded in encoded {
             let number = usize::MAX - pack.number as usize;
             let block = coded.block("small tensors", &self.name)?;

@@ -8,7 +8,7 @@ use s4_predict::{Step, Update};
 use super::TensorFacts;
 use super::coding::{KnownPlane, PlannedPlane, RememberedPlane};
 use super::update::Shape;
-use crate::TensorPlan;
+use crate::{Preset, TensorPlan};
 
 /// A choice holds while its cost is within this part of what it was: 8 means one in 8.
 const HOLDS: u64 = 8;
@@ -53,6 +53,8 @@ pub(super) enum Method {
 /// checkpoint, it is tried first, and nothing else is tried while it costs about what it did.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
+    /// The preset by whose rules planes are coded: for a small tensor, `fast` if those make it smaller.
+    preset: Preset,
     pub(super) method: Method,
     pub(super) layout: LayoutId,
     dtype: DType,
@@ -92,13 +94,12 @@ pub(super) fn known_planes(planes: &[PlannedPlane]) -> [Option<KnownPlane>; MAX_
 
 impl Choice {
     /// Records a plan, what was found of its planes, and the estimated bits of the sample with the plan and without a
-    /// parent. `None` if the sample is the whole tensor: such plans are compared by encoding it.
+    /// parent.
     pub(super) fn of(
         about: &TensorFacts<'_>,
-        sampled: usize,
         (planned, planes, shape): (&TensorPlan, [Option<KnownPlane>; MAX_PLANES], Option<Shape>),
         (bits, alone): (u64, u64),
-    ) -> Option<Self> {
+    ) -> Self {
         let plan = &planned.plan;
         let method = match (plan.predictor, plan.residual) {
             (PredictorId::RANK1, _) => Method::Rank1,
@@ -118,7 +119,8 @@ impl Choice {
             _ => (None, None),
         };
         let (offsets, of) = (about.has_offsets, ChosenFor::Same);
-        let choice = Self {
+        Self {
+            preset: about.preset,
             method,
             layout,
             dtype,
@@ -131,8 +133,17 @@ impl Choice {
             shape,
             step,
             of,
-        };
-        (sampled < about.bytes).then_some(choice)
+        }
+    }
+
+    /// The same, made by comparing all that was compared for `about`.
+    pub(super) fn compared_as(self, about: &TensorFacts<'_>) -> Self {
+        Self { offsets: about.has_offsets, ..self }
+    }
+
+    /// The preset by whose rules planes are coded.
+    pub(super) fn preset(&self) -> Preset {
+        self.preset
     }
 
     /// The same for a later checkpoint at the same distance to its parent.
@@ -168,11 +179,12 @@ impl Choice {
     /// The choice after it held, where `now` records the new plan. If it was made at another
     /// distance or for another tensor, it belongs to this one from now on. If it was made for the
     /// same, it keeps its old bits, so that it does not drift.
-    pub(super) fn renewed(self, now: Option<Self>) -> Option<Self> {
-        now.map(|now| match self.of {
-            ChosenFor::Same => Self { bits: self.bits, alone: self.alone, ..now },
-            _ => Self { alone: self.alone, ..now },
-        })
+    pub(super) fn renewed(self, now: Self) -> Self {
+        let now = Self { preset: self.preset, alone: self.alone, ..now };
+        match self.of {
+            ChosenFor::Same => Self { bits: self.bits, ..now },
+            _ => now,
+        }
     }
 
     /// Estimated bits of the sample.
@@ -273,6 +285,7 @@ mod tests {
     #[test]
     fn a_choice_of_another_distance_is_one_of_this_once_it_was_made_again() {
         let choice = Choice {
+            preset: Preset::Balanced,
             method: Method::Sub,
             layout: LayoutId::FIELDS,
             dtype: DType::Float32,
@@ -288,11 +301,11 @@ mod tests {
         };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
         let now = Choice { bits: 900, ..choice };
-        assert_eq!(choice.renewed(Some(now)), Some(choice));
+        assert_eq!(choice.renewed(now), choice);
         let elsewhere = choice.at_other_distance();
         assert!(elsewhere.holds(1000) && !elsewhere.holds(1001));
         let now = Choice { bits: 1000, alone: 0, ..choice };
-        let here = elsewhere.renewed(Some(now)).unwrap();
+        let here = elsewhere.renewed(now);
         assert_eq!(here, Choice { bits: 1000, ..choice });
         assert!(here.holds(1125) && !here.holds(1126) && !here.holds(800));
     }

@@ -9,13 +9,10 @@ use super::choice::{Choice, Method, known_planes};
 use super::layout::{Candidate, Counted, SampleKind};
 use super::update::Shape;
 use super::{
-    MomentSample, PLAN_BITS, ParentSample, Sample, TensorFacts, allowed, are_same, finish,
+    MOMENT, MomentSample, PLAN_BITS, ParentSample, Sample, TensorFacts, allowed, are_same, finish,
 };
 use crate::scratch::width_of;
 use crate::{CpuEngine, Preset, Scratch, TensorPlan};
-
-/// Bytes that one more input adds to the manifest.
-const MOMENT: u64 = 20;
 
 // Thresholds are parts of what is compared: 128 means one in 128.
 
@@ -65,7 +62,6 @@ impl CpuEngine {
             from = Differences::of(from.sample);
         }
         let about = &about.without_choice();
-        let sampled = from.sample.values.len();
         // If the earlier choice did not hold, less may have been compared: then nothing is
         // remembered, so that the next time everything is.
         let all = |c: Choice| c.needs_offsets() || c.is_of_another() || !about.may_have_offsets();
@@ -83,16 +79,17 @@ impl CpuEngine {
         };
         let (bits, planes, shape) = (delta.bits(), known_planes(&delta.best.planes), delta.shape);
         let plan = delta.plan(about, parent)?;
-        let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
-            let choice = Choice::of(about, sampled, (&plan, planes, shape), (bits, least));
-            return Ok(TensorPlan { choice: choice.filter(|_| all), ..plan });
-        };
-        let fast = TensorFacts { preset: Preset::Fast, ..*about };
-        self.smaller_of_small(about, plan, &small, Some(parent.values), scratch, |s| {
-            let alone =
-                |_: &TensorFacts<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
-            self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
-        })
+        let choice = Choice::of(about, (&plan, planes, shape), (bits, least));
+        let mut plan = TensorPlan { choice: Some(choice), ..plan };
+        if let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) {
+            let fast = TensorFacts { preset: Preset::Fast, ..*about };
+            plan = self.smaller_of_small(about, plan, &small, Some(parent), scratch, |s| {
+                let alone =
+                    |_: &TensorFacts<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
+                self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
+            })?;
+        }
+        Ok(TensorPlan { choice: plan.choice.filter(|_| all), ..plan })
     }
 
     /// Tries an earlier choice again.
@@ -125,7 +122,7 @@ impl CpuEngine {
         }
         // If the difference saves little, it is compared with the values without the parent.
         if !choice.exceeds(made.bits()) {
-            let about = &about.without_choice();
+            let about = &TensorFacts { again: None, ..*again };
             let alone = self.alone(about, &from.sample, offsets, scratch)?.0;
             if alone.is_some_and(|alone| !from.is_worth(about, alone.bits, made.bits())) {
                 return Ok(Again::Differs);
@@ -133,8 +130,8 @@ impl CpuEngine {
         }
         let (bits, planes, shape) = (made.bits(), known_planes(&made.best.planes), made.shape);
         let plan = made.plan(again, parent)?;
-        let now = Choice::of(about, from.sample.values.len(), (&plan, planes, shape), (bits, bits));
-        Ok(Again::Holds(Box::new(TensorPlan { choice: choice.renewed(now), ..plan })))
+        let now = Choice::of(about, (&plan, planes, shape), (bits, bits));
+        Ok(Again::Holds(Box::new(TensorPlan { choice: Some(choice.renewed(now)), ..plan })))
     }
 
     /// The cheapest difference of the sample from the parent's.
@@ -212,7 +209,7 @@ impl CpuEngine {
                 let of = SampleKind::InContext { model, tensor, inputs: &[parent.values], values };
                 (self.best(about, (&from.ordered, &mut from.counted), of, scratch)?, contexts)
             }
-            Method::Update if allowed.sub && allowed.update && from.ordered.len() < about.bytes => {
+            Method::Update if allowed.sub && allowed.update => {
                 let &[first, second] = parent.moments else { return Ok(None) };
                 let moments = &[first, second];
                 // Negated in place as the moments say; nothing after this needs them unnegated.

@@ -40,6 +40,8 @@ const PLAN_BITS: u64 = 8 * 160;
 /// is what contexts add.
 const FIRST_DELTA: u64 = PLAN_BITS / 8 + 100;
 const CONTEXTS: u64 = 16;
+/// What each moment adds as an input of a plan.
+const MOMENT: u64 = 20;
 /// A prediction from rows and columns must save one part in this many of the unpredicted values'
 /// bits: it is more work.
 const RANK1_GAIN: u64 = 128;
@@ -94,7 +96,7 @@ pub struct ParentSample<'a> {
     /// Its values at [`parent_probes`], one run after the other.
     pub values: &'a [u8],
     /// The tensor's first moment, and the second if there is one, in its own checkpoint, if they are stored and may be
-    /// read with it. Tensors that the sample holds whole have no use for them.
+    /// read with it.
     pub moments: &'a [MomentSample<'a>],
     /// What its rows and columns predict for its values, if it is stored with them.
     pub expected: Option<&'a Expected>,
@@ -164,9 +166,9 @@ impl<'a> TensorFacts<'a> {
         Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
     }
 
-    /// The same, with a choice to try again.
+    /// The same, with a choice to try again, by the rules that it was made by.
     fn again(self, choice: Choice) -> Self {
-        Self { choice: None, again: Some(choice), ..self }
+        Self { choice: None, again: Some(choice), preset: choice.preset(), ..self }
     }
 
     /// The same, with these row and column offsets. A choice made for another tensor that had none
@@ -291,15 +293,18 @@ impl CpuEngine {
             if let Some(found) = self.alone_again(about, choice, sample, offsets, scratch)? {
                 return self.plan_found(about, found, sample, offsets, scratch);
             }
-            if choice.is_of_another() {
-                return self.plan_alone(&about.without_choice(), sample, offsets, scratch);
-            }
+            let plan = self.plan_alone(&about.without_choice(), sample, offsets, scratch)?;
+            // Less may have been compared because of the tensor's own choice: nothing is remembered, so that the next
+            // time everything is.
+            let choice = plan.choice.filter(|_| choice.is_of_another());
+            return Ok(TensorPlan { choice, ..plan });
         }
         let found = self.alone(about, sample, offsets, scratch)?;
         self.plan_found(about, found, sample, offsets, scratch)
     }
 
-    /// Makes the plan from the cheapest candidate of the sample and whether that uses row and column offsets.
+    /// Makes the plan from the cheapest candidate of the sample and whether that uses row and column offsets. If the
+    /// tensor has an earlier choice, that is the candidate.
     fn plan_found(
         &self,
         about: &TensorFacts<'_>,
@@ -308,27 +313,23 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
-        let known = about.choice;
         let bits = best.as_ref().map_or(0, |best| best.bits);
         let planes = known_planes(best.as_ref().map_or(&[], |best| &best.planes));
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
         let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
-        let is_all = sample.values.len() == about.bytes;
-        if known.is_none() && is_all && about.preset != Preset::Fast {
-            let simpler =
-                if by_offsets { *about } else { TensorFacts { preset: Preset::Fast, ..*about } };
-            return self.smaller_of_small(about, plan, sample, None, scratch, |s| {
-                self.plan_alone(&simpler, sample, None, s)
-            });
+        let now = Choice::of(about, (&plan, planes, None), (bits, bits));
+        if let Some(choice) = about.choice {
+            return Ok(TensorPlan { choice: Some(choice.renewed(now)), ..plan });
         }
-        // If the earlier choice did not hold, less was compared: nothing is remembered, so that the
-        // next time everything is.
-        let now = Choice::of(about, sample.values.len(), (&plan, planes, None), (bits, bits));
-        let choice = match known {
-            Some(choice) => choice.renewed(now).filter(|_| choice.holds(bits)),
-            None => now,
-        };
-        Ok(TensorPlan { choice, ..plan })
+        let plan = TensorPlan { choice: Some(now), ..plan };
+        if sample.values.len() < about.bytes || about.preset == Preset::Fast {
+            return Ok(plan);
+        }
+        let simpler =
+            if by_offsets { *about } else { TensorFacts { preset: Preset::Fast, ..*about } };
+        self.smaller_of_small(about, plan, sample, None, scratch, |s| {
+            self.plan_alone(&simpler, sample, None, s)
+        })
     }
 
     /// The sample's cost by the earlier choice, and whether that uses row and column offsets;
@@ -356,29 +357,29 @@ impl CpuEngine {
         Ok(best.map(|best| (Some(best), choice.method == Method::Rank1)))
     }
 
-    /// For a tensor that the sample holds whole: the plan that encodes it smaller, `plan` or that
-    /// of preset `fast`. Such a tensor is small, so its tables and side data, which the estimates
-    /// hardly include, are a large part of it.
+    /// For a tensor that the sample holds whole: the plan that encodes it smaller, `plan` or the one that `simpler`
+    /// makes. Such a tensor is small, so its tables and side data, which the estimates hardly include, are a large
+    /// part of it.
     fn smaller_of_small(
         &self,
         about: &TensorFacts<'_>,
         plan: TensorPlan,
         sample: &Sample,
-        parent: Option<&[u8]>,
+        parent: Option<&ParentSample<'_>>,
         scratch: &mut Scratch,
-        fast: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
+        simpler: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
     ) -> Result<TensorPlan> {
-        if sample.values.len() != about.bytes {
-            return Ok(plan);
-        }
-        let fast = fast(scratch)?;
-        if (&plan.plan, &plan.planes) == (&fast.plan, &fast.planes) {
+        let simpler = simpler(scratch)?;
+        if (&plan.plan, &plan.planes) == (&simpler.plan, &simpler.planes) {
             return Ok(plan);
         }
         let mut size = |plan: &TensorPlan| {
             let view = TensorView { dtype: about.dtype, shape: about.shape, data: &sample.values };
-            let inputs = parent.filter(|_| plan.plan.is_delta());
-            let job = EncodeJob { view: &view, plan, chunk: 0, inputs: inputs.as_slice() };
+            let from = parent.filter(|_| plan.plan.is_delta());
+            let moments = from.filter(|_| plan.plan.has_moments()).map_or(&[][..], |p| p.moments);
+            let values = from.map(|parent| parent.values).into_iter();
+            let inputs: Vec<_> = values.chain(moments.iter().map(|m| m.values)).collect();
+            let job = EncodeJob { view: &view, plan, chunk: 0, inputs: &inputs };
             let mut frame = vec![];
             let encoded = self.encode(&job, scratch, &mut frame)?;
             let mut side = vec![];
@@ -387,9 +388,14 @@ impl CpuEngine {
                 true => FIRST_DELTA + if plan.plan.contexts.is_none() { 0 } else { CONTEXTS },
                 false => 0,
             };
+            let listed = listed + MOMENT * moments.len() as u64;
             Ok::<u64, Error>(frame.len() as u64 + side.len() as u64 + listed)
         };
-        Ok(if size(&plan)? <= size(&fast)? { plan } else { fast })
+        if size(&plan)? <= size(&simpler)? {
+            return Ok(plan);
+        }
+        let choice = simpler.choice.map(|choice| choice.compared_as(about));
+        Ok(TensorPlan { choice, ..simpler })
     }
 
     /// The cheaper of plain values and values predicted by row and column offsets, and whether it is the latter.

@@ -80,11 +80,11 @@ impl CpuEngine {
         sample: &Sample,
         parent: &ParentSample<'_>,
     ) -> Result<Option<Step>> {
-        let (values, all) = (&sample.values[..], sample.values.len() == about.bytes);
-        if all || !allowed(about.preset).step {
+        if !allowed(about.preset).step {
             return Ok(None);
         }
-        self.fit_step(about.dtype, (values, parent.values), parent.moments, about.epsilon)
+        let values = (&sample.values[..], parent.values);
+        self.fit_step(about.dtype, values, parent.moments, about.epsilon)
     }
 
     /// The cost of what a step leaves, and the step.
