@@ -17,7 +17,6 @@ from s4weights import CheckpointStore, _storages
 HOLDERS = (_storages.StorageReader, _storages.StorageWriter)
 
 
-
 @pytest.fixture(autouse=True)
 def _no_collections() -> Iterator[None]:
     gc.collect()
