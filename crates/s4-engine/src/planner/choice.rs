@@ -54,7 +54,7 @@ pub(super) enum Method {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     /// The preset by whose rules planes are coded: for a small tensor, `fast` if those make it smaller.
-    preset: Preset,
+    pub(super) preset: Preset,
     pub(super) method: Method,
     pub(super) layout: LayoutId,
     dtype: DType,
@@ -139,11 +139,6 @@ impl Choice {
     /// The same, made by comparing all that was compared for `about`.
     pub(super) fn compared_as(self, about: &TensorFacts<'_>) -> Self {
         Self { offsets: about.has_offsets, ..self }
-    }
-
-    /// The preset by whose rules planes are coded.
-    pub(super) fn preset(&self) -> Preset {
-        self.preset
     }
 
     /// The same for a later checkpoint at the same distance to its parent.

@@ -168,7 +168,7 @@ impl<'a> TensorFacts<'a> {
 
     /// The same, with a choice to try again, by the rules that it was made by.
     fn again(self, choice: Choice) -> Self {
-        Self { choice: None, again: Some(choice), preset: choice.preset(), ..self }
+        Self { choice: None, again: Some(choice), preset: choice.preset, ..self }
     }
 
     /// The same, with these row and column offsets. A choice made for another tensor that had none
