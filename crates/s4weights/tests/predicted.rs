@@ -305,6 +305,22 @@ fn a_pack_is_never_larger_than_fast_makes_it() {
     assert!(balanced <= fast + 4, "{balanced} {fast}");
 }
 
+/// What suits values of both signs is not tried for as many that are positive.
+#[test]
+fn packs_of_one_size_are_planned_separately() {
+    let tensor = |name: &str, of: &dyn Fn(u64) -> f32| {
+        let data = (0..3000).flat_map(|i| to_bf16(of(i)).to_le_bytes()).collect();
+        Owned::new(name, DType::BFloat16, &[3000], data)
+    };
+    for scale in [0.5, 1.0, 1.5, 2.0] {
+        let signed = tensor("a", &|i| bell(i) * (scale * bell(i ^ 0x1234_0000)).exp());
+        let positive = tensor("b", &|i| (scale * bell(i ^ 0x4321_0000)).exp() * 1e-6);
+        let len = |tensors: &[Owned]| save(tensors, roles(&[]), preset(Preset::Balanced)).len();
+        let (one, other) = (len(&[signed.clone(), positive.clone()]), len(&[positive, signed]));
+        assert_eq!(one, other, "{scale}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
     #[test]

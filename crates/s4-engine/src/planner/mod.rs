@@ -384,11 +384,11 @@ impl CpuEngine {
             let encoded = self.encode(&job, scratch, &mut frame)?;
             let mut side = vec![];
             plan.side_data(encoded.shared)?.write(&mut side)?;
+            let contexts = if plan.plan.contexts.is_none() { 0 } else { CONTEXTS };
             let listed = match plan.plan.is_delta() {
-                true => FIRST_DELTA + if plan.plan.contexts.is_none() { 0 } else { CONTEXTS },
+                true => FIRST_DELTA + contexts + MOMENT * moments.len() as u64,
                 false => 0,
             };
-            let listed = listed + MOMENT * moments.len() as u64;
             Ok::<u64, Error>(frame.len() as u64 + side.len() as u64 + listed)
         };
         if size(&plan)? <= size(&simpler)? {
