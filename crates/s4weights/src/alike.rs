@@ -10,7 +10,7 @@ use s4_format::DType;
 use s4_format::manifest::RoleKind;
 
 use crate::parallel::lock;
-use crate::pipeline::Run;
+use crate::run::Run;
 
 /// Tensors with more values are planned separately: for them planning takes little time compared
 /// with encoding.

@@ -55,14 +55,6 @@ impl From<s4_engine::cuda::CudaError> for Failure {
 }
 
 impl Failure {
-    /// The failure, in a list where `first` others precede the tensors of the call.
-    pub(crate) fn after(self, first: usize) -> Self {
-        match self {
-            Self::Tensor(e) => Self::Tensor(TensorError { tensor: first + e.tensor, ..e }),
-            other => other,
-        }
-    }
-
     /// The failure, in a list where the tensors of the call have these indices.
     pub(crate) fn among(self, numbers: &[usize]) -> Self {
         match self {
@@ -103,8 +95,7 @@ pub(crate) struct ParentInputs<'a> {
     tensors: &'a [TensorValues<'a>],
     /// For each tensor, the number of the parent's tensor that it may be a delta of.
     numbers: &'a [Option<u32>],
-    /// For each tensor that is a delta, where the parent's values are; empty until the plans are
-    /// known.
+    /// For each tensor that is a delta, where the parent's values are; empty until it is planned.
     places: Vec<Option<Place<'a>>>,
     /// What earlier saves noted about the tensors, and the tensors' names.
     recall: Option<(&'a Recall, &'a [&'a str])>,
@@ -116,11 +107,51 @@ pub(crate) struct ParentInputs<'a> {
     late: bool,
 }
 
-enum Place<'a> {
+/// Where the parent's values are that a tensor is predicted from.
+pub(crate) enum Place<'a> {
     /// In frames that are quick to get and that the engine decodes.
     Frames(Vec<Level<'a>>),
     /// Wherever the parent has them: it is asked for the values.
     Values { tensor: u32, chunk_log2: u8 },
+}
+
+impl<'a> Place<'a> {
+    /// For each plan of a delta, where its parent's values are. A device decodes frames itself if
+    /// there are any.
+    pub(crate) fn find(
+        parent: Option<&'a dyn Parent>,
+        plans: &[TensorPlan],
+        on_device: bool,
+        pool: Option<&ThreadPool>,
+    ) -> Result<Vec<Option<Self>>> {
+        let place = |plan: &TensorPlan| {
+            let Some((parent, (_, tensor))) = parent.zip(plan.plan.parent()) else {
+                return Ok(None);
+            };
+            let chunk_log2 = plan.chunk_log2;
+            let reader = parent.frames_of(tensor).filter(|_| on_device);
+            let levels = match reader {
+                Some(reader) => {
+                    reader.prepare(&[tensor as usize])?;
+                    Levels::of(reader, tensor as usize)?.for_device()
+                }
+                None => None,
+            };
+            // Where contexts come from moments, the parent's reader decodes the values.
+            let alike = |l: &Vec<Level<'_>>| {
+                l[0].spec().chunk_log2 == chunk_log2 && !l.iter().any(Level::has_moment_contexts)
+            };
+            Ok(Some(match levels.filter(alike) {
+                Some(levels) => Self::Frames(levels),
+                None => Self::Values { tensor, chunk_log2 },
+            }))
+        };
+        match pool.filter(|_| on_device && plans.len() > TOGETHER) {
+            // For each tensor, its blocks along the chain are read and parsed.
+            Some(pool) => pool.install(|| plans.par_iter().map(place).collect()),
+            None => plans.iter().map(place).collect(),
+        }
+    }
 }
 
 impl<'a> ParentInputs<'a> {
@@ -158,38 +189,9 @@ impl<'a> ParentInputs<'a> {
         Self { choices, ..self }
     }
 
-    /// Finds where the values are that plans predict from. A device decodes frames itself if there
-    /// are any, and all of its inputs are read before it begins.
-    pub(crate) fn find(&mut self, plans: &[TensorPlan], on_device: bool) -> Result<()> {
-        self.late = !on_device;
-        let place = |plan: &TensorPlan| {
-            let Some((parent, (_, tensor))) = self.parent.zip(plan.plan.parent()) else {
-                return Ok(None);
-            };
-            let chunk_log2 = plan.chunk_log2;
-            let reader = parent.frames_of(tensor).filter(|_| on_device);
-            let levels = match reader {
-                Some(reader) => {
-                    reader.prepare(&[tensor as usize])?;
-                    Levels::of(reader, tensor as usize)?.for_device()
-                }
-                None => None,
-            };
-            // Where contexts come from moments, the parent's reader decodes the values.
-            let alike = |l: &Vec<Level<'_>>| {
-                l[0].spec().chunk_log2 == chunk_log2 && !l.iter().any(Level::has_moment_contexts)
-            };
-            Ok(Some(match levels.filter(alike) {
-                Some(levels) => Place::Frames(levels),
-                None => Place::Values { tensor, chunk_log2 },
-            }))
-        };
-        self.places = match self.pool.filter(|_| on_device && plans.len() > TOGETHER) {
-            // For each tensor, its blocks along the chain are read and parsed.
-            Some(pool) => pool.install(|| plans.par_iter().map(place).collect::<Result<_>>())?,
-            None => plans.iter().map(place).collect::<Result<_>>()?,
-        };
-        Ok(())
+    /// With where the parent's values are ([`Place::find`]). All inputs of a device are read before it begins.
+    pub(crate) fn with_places(self, places: Vec<Option<Place<'a>>>, on_device: bool) -> Self {
+        Self { places, late: !on_device, ..self }
     }
 
     fn is_remote(&self) -> bool {
@@ -423,6 +425,5 @@ mod tests {
             _ => panic!("of a tensor"),
         };
         assert_eq!(named(failure(1).among(&[4, 7])), 7);
-        assert_eq!(named(failure(1).among(&[4, 7]).after(100)), 107);
     }
 }

@@ -1,9 +1,11 @@
 //! Writes tensors with their own chunks: first those that need no others, then weights with contexts from
-//! their moments, then copies of other tensors.
+//! their moments, then copies of other tensors. While tensors on devices are encoded, those after them are
+//! planned and those before them closed.
 
 use std::collections::HashMap;
 use std::iter;
 use std::ops::Range;
+use std::thread;
 
 use rayon::prelude::*;
 #[cfg(feature = "cuda")]
@@ -13,11 +15,13 @@ use s4_format::ChunkRecord;
 use s4_format::limits::MAX_UPDATES;
 use s4_format::manifest::RoleKind;
 
+use crate::close::TOGETHER;
 use crate::copies::{self, Candidates, Original};
 use crate::error::Result;
 use crate::options::{Meter, thread_count};
-use crate::parallel::{pool, worth};
-use crate::pipeline::Run;
+use crate::parallel::{join, pool, spawn, worth};
+use crate::pipeline::{Coded, Pools};
+use crate::run::Run;
 use crate::write::{Awaited, Registered};
 use crate::writer::Writer;
 
@@ -34,6 +38,10 @@ fn place(t: &TensorValues<'_>) -> Place {
     t.values.memory().map(|m| m.ordinal())
 }
 
+/// How many tensors on devices are planned together: at first, when nothing else can be done
+/// meanwhile, and at most. With many tensors planning takes as long as encoding.
+const PLANNED: (usize, usize) = (256, 2048);
+
 /// Large tensors, and which are copies.
 struct Large<'a> {
     registered: &'a [Registered<'a>],
@@ -42,18 +50,21 @@ struct Large<'a> {
     originals: Vec<Option<usize>>,
     /// For each tensor, the indices of its moments if it may be predicted from them.
     moments: Vec<Vec<usize>>,
-    /// The tensors that others need, once they are written.
+    /// Whether others need a tensor.
+    needed: Vec<bool>,
+    /// The tensors that others need, once they are planned.
     stored: HashMap<usize, Stored>,
 }
 
-/// A tensor that is written.
+/// A tensor that is stored before others that need it.
 struct Stored {
-    records: Vec<ChunkRecord>,
     /// Whether contexts may be derived from it: decoding it needs no other tensors.
     self_contained: bool,
+    /// Empty until it is written.
+    records: Vec<ChunkRecord>,
 }
 
-impl Large<'_> {
+impl<'a> Large<'a> {
     fn place(&self, i: usize) -> Place {
         place(&self.tensors[i])
     }
@@ -75,8 +86,8 @@ impl Large<'_> {
         places.any(|place| place.is_some() && place != self.place(i))
     }
 
-    /// The tensors in the order of writing, in runs that an engine encodes together.
-    fn runs(&self) -> Vec<Vec<usize>> {
+    /// The tensors in the order of writing, in batches that an engine plans and encodes together.
+    fn batches(&self) -> Vec<Vec<usize>> {
         let (copies, others): (Vec<_>, Vec<_>) =
             (0..self.tensors.len()).partition(|i| self.originals[*i].is_some());
         let (weights, others): (Vec<_>, Vec<_>) =
@@ -86,16 +97,72 @@ impl Large<'_> {
         let weights = weights.chunk_by(|a, b| {
             on_device(*a) == on_device(*b) && ![*a, *b].iter().any(|i| self.has_far_moments(*i))
         });
-        let runs = others.chain(weights);
         let places = |i: usize| (self.place(i), self.place_of_original(i));
         let copies = copies.chunk_by(|a, b| places(*a) == places(*b) && !self.is_fetched(*a));
-        runs.chain(copies).map(<[_]>::to_vec).collect()
+        let (mut batches, mut most) = (vec![], PLANNED.0);
+        for mut run in others.chain(weights).chain(copies) {
+            while self.may_be_planned_ahead(run) && run.len() > most {
+                let (now, later) = run.split_at(most);
+                batches.push(now.to_vec());
+                (run, most) = (later, PLANNED.1.min(2 * most));
+            }
+            batches.push(run.to_vec());
+        }
+        batches
     }
 
-    /// Whether a run needs values that are on devices.
-    fn needs_device(&self, run: &[usize]) -> bool {
+    /// Whether a batch may be planned while others are encoded: on the host that would take the threads
+    /// that encode, and values that must be fetched first would be kept for longer.
+    fn may_be_planned_ahead(&self, batch: &[usize]) -> bool {
+        let i = batch[0];
+        self.originals[i].is_none() && self.place(i).is_some() && !self.has_far_moments(i)
+    }
+
+    /// The moments of a tensor, if it may be predicted from them.
+    fn moments_of(&self, i: usize, fetched: Option<&'a [Vec<u8>]>) -> Vec<Moment<'a>> {
+        let moment = |(k, number): (usize, &usize)| {
+            self.stored.get(number).filter(|s| s.self_contained)?;
+            let TensorValues { dtype, values, .. } = self.tensors[*number];
+            let values = fetched.map_or(values, |f| Values::Host(&f[k]));
+            // A tensor table has at most 2^22 records.
+            let tensor = self.registered[*number].number as u32;
+            Some(Moment { tensor, dtype, values, records: &[] })
+        };
+        // All or none.
+        let moments = self.moments[i].iter().enumerate().map(moment);
+        moments.collect::<Option<_>>().unwrap_or_default()
+    }
+
+    /// Adds the records of moments, which are written by now.
+    fn add_records<'b>(&'b self, batch: &[usize], moments: &mut [Vec<Moment<'b>>]) {
+        for (i, moments) in batch.iter().zip(moments) {
+            for (moment, number) in moments.iter_mut().zip(&self.moments[*i]) {
+                moment.records = self.stored.get(number).map_or(&[], |s| &s.records);
+            }
+        }
+    }
+
+    /// Notes which tensors of a planned batch, by their index in it, are self-contained.
+    fn note_plans(&mut self, batch: &[usize], self_contained: impl Fn(usize) -> bool) {
+        for (k, &i) in batch.iter().enumerate().filter(|(_, i)| self.needed[**i]) {
+            let self_contained = self_contained(k);
+            self.stored.insert(i, Stored { self_contained, records: vec![] });
+        }
+    }
+
+    /// Notes the records of a batch, which is written.
+    fn note_records(&mut self, batch: &[usize], coded: &[Coded]) {
+        for (i, coded) in batch.iter().zip(coded) {
+            if let Some(stored) = self.stored.get_mut(i) {
+                stored.records.clone_from(&coded.records);
+            }
+        }
+    }
+
+    /// Whether a batch needs values that are on devices.
+    fn needs_device(&self, batch: &[usize]) -> bool {
         let needed = |i: usize| self.moments[i].iter().copied().chain(self.originals[i]);
-        run.iter().any(|&i| self.place(i).is_some() || needed(i).any(|n| self.place(n).is_some()))
+        batch.iter().any(|&i| self.place(i).is_some() || needed(i).any(|n| self.place(n).is_some()))
     }
 }
 
@@ -117,21 +184,69 @@ impl Writer {
         }
         let originals = self.find_copies(registered, &tensors)?;
         let moments = self.find_moments(registered, &tensors, &originals);
-        let mut large = Large { registered, tensors, originals, moments, stored: HashMap::new() };
-        let runs = large.runs();
-        awaited.large = runs.iter().filter(|run| large.needs_device(run)).count();
+        let mut needed = vec![false; tensors.len()];
+        let inputs = originals.iter().flatten().chain(moments.iter().flatten());
+        inputs.for_each(|&i| needed[i] = true);
+        let stored = HashMap::new();
+        let mut large = Large { registered, tensors, originals, moments, needed, stored };
+        let batches = large.batches();
+        awaited.large = batches.iter().filter(|batch| large.needs_device(batch)).count();
         awaited.tell();
-        for run in &runs {
-            match large.originals[run[0]] {
-                None => self.write_others(&mut large, run, meter)?,
-                Some(_) => self.write_copies(&large, run, meter)?,
+        self.write_batches(&mut large, &batches, awaited, meter)
+    }
+
+    fn write_batches(
+        &mut self,
+        large: &mut Large<'_>,
+        batches: &[Vec<usize>],
+        awaited: &mut Awaited,
+        meter: &mut Meter,
+    ) -> Result<()> {
+        let (planner, closer, pools) = (self.planner(), self.closer(), self.pools(&large.tensors)?);
+        let registered = large.registered;
+        thread::scope(|scope| {
+            let (mut planning, mut closing) = (None, None);
+            for (number, batch) in batches.iter().enumerate() {
+                let coded = match large.originals[batch[0]] {
+                    Some(_) => self.write_copies(large, batch, &pools, meter)?,
+                    None => {
+                        let fetched = self.fetch_moments(large, batch)?;
+                        let planned = match planning.take() {
+                            Some(thread) => join(thread),
+                            None => planner.plan(self.run(large, batch, fetched.as_deref()), &pools),
+                        };
+                        let mut planned = planned?;
+                        large.note_plans(batch, |i| !self.needs_others(&planned.plans[i].plan));
+                        let next = batches.get(number + 1);
+                        if let Some(next) = next.filter(|next| large.may_be_planned_ahead(next)) {
+                            let run = self.run(large, next, None);
+                            planning = Some(spawn(scope, || planner.plan(run, &pools)));
+                        }
+                        large.add_records(batch, &mut planned.run.moments);
+                        self.encode_planned(planned, &pools, meter)?
+                    }
+                };
+                large.note_records(batch, &coded);
+                if large.needs_device(batch) {
+                    awaited.large -= 1;
+                    awaited.tell();
+                }
+                if let Some(thread) = closing.take() {
+                    self.add_closed(join(thread)?)?;
+                }
+                let coded: Vec<_> = batch.iter().map(|&i| &registered[i]).zip(coded).collect();
+                let (closer, pool) = (&closer, pools.of(large.place(batch[0]).is_some()));
+                if coded.len() > TOGETHER {
+                    closing = Some(spawn(scope, move || closer.close(coded, pool)));
+                } else {
+                    self.add_closed(closer.close(coded, None)?)?;
+                }
             }
-            if large.needs_device(run) {
-                awaited.large -= 1;
-                awaited.tell();
+            match closing {
+                Some(thread) => self.add_closed(join(thread)?),
+                None => Ok(()),
             }
-        }
-        Ok(())
+        })
     }
 
     /// For each tensor, the index of the tensor that it will be stored as a copy of.
@@ -213,64 +328,34 @@ impl Writer {
         out
     }
 
-    /// The moments of a tensor, if it may be predicted from them. Their values are those in
-    /// `fetched`, or else where they are.
-    fn moments_of<'a>(
-        large: &'a Large<'_>,
-        i: usize,
-        fetched: Option<&'a [Vec<u8>]>,
-    ) -> Vec<Moment<'a>> {
-        let moment = |k: usize, number: usize| {
-            let Stored { records, .. } = large.stored.get(&number).filter(|s| s.self_contained)?;
-            let TensorValues { dtype, values, .. } = large.tensors[number];
-            let values = fetched.map_or(values, |f| Values::Host(&f[k]));
-            // A tensor table has at most 2^22 records.
-            let tensor = large.registered[number].number as u32;
-            Some(Moment { tensor, dtype, values, records })
-        };
-        let moments = large.moments[i].iter().enumerate().map(|(k, &number)| moment(k, number));
-        // All or none.
-        moments.collect::<Option<_>>().unwrap_or_default()
-    }
-
-    /// Writes tensors that are not copies: all in host memory, or all on devices.
-    fn write_others(
+    /// Tensors to be planned and encoded. The values of moments are those in `fetched`, or else where they are; their
+    /// records come later ([`Large::add_records`]).
+    fn run<'a>(
         &mut self,
-        large: &mut Large<'_>,
-        numbers: &[usize],
-        meter: &mut Meter,
-    ) -> Result<()> {
+        large: &Large<'a>,
+        batch: &[usize],
+        fetched: Option<&'a [Vec<u8>]>,
+    ) -> Run<'a> {
         let mut run = Run::default();
-        // A tensor with such moments is a run of its own.
-        let fetched = match numbers.first().filter(|i| large.has_far_moments(**i)) {
-            Some(&i) => Some(self.fetch_moments(large, i)?),
-            None => None,
-        };
-        for &i in numbers {
+        for &i in batch {
             let source = &large.registered[i].source;
             let parent = self.parent_of(source.name, source.dtype, source.shape);
             run.push(source, large.tensors[i], parent);
-            run.moments.push(Self::moments_of(large, i, fetched.as_deref()));
+            run.moments.push(large.moments_of(i, fetched));
         }
-        let coded = self.encode(&run, meter)?;
-        let inputs = large.originals.iter().flatten().chain(large.moments.iter().flatten());
-        let mut needed = vec![false; large.tensors.len()];
-        inputs.for_each(|&i| needed[i] = true);
-        for (&i, coded) in numbers.iter().zip(&coded).filter(|(i, _)| needed[**i]) {
-            let self_contained = !self.needs_others(&coded.plan.plan);
-            large.stored.insert(i, Stored { records: coded.records.clone(), self_contained });
-        }
-        let numbers = numbers.iter().map(|&i| large.registered[i].number);
-        self.close_tensors(numbers.zip(coded).collect())
+        run
     }
 
-    /// Copies the moments of a tensor to the host.
-    fn fetch_moments(&self, large: &Large<'_>, i: usize) -> Result<Vec<Vec<u8>>> {
+    /// Copies the moments of a batch to the host, if they must be: it is one tensor then.
+    fn fetch_moments(&self, large: &Large<'_>, batch: &[usize]) -> Result<Option<Vec<Vec<u8>>>> {
+        if !large.has_far_moments(batch[0]) {
+            return Ok(None);
+        }
         let copy = |&number: &usize| match large.tensors[number].values {
             Values::Host(values) => Ok(values.to_vec()),
             Values::Device(_) => self.fetch_whole(large, Some(number)),
         };
-        large.moments[i].iter().map(copy).collect()
+        large.moments[batch[0]].iter().map(copy).collect::<Result<_>>().map(Some)
     }
 
     /// Writes copies of tensors that are already written. All copies are in one place, and so are
@@ -279,8 +364,9 @@ impl Writer {
         &mut self,
         large: &Large<'_>,
         numbers: &[usize],
+        pools: &Pools,
         meter: &mut Meter,
-    ) -> Result<()> {
+    ) -> Result<Vec<Coded>> {
         let (mut run, mut plans, mut inputs) = (Run::default(), vec![], vec![]);
         let fetched = match numbers.first().filter(|i| large.is_fetched(**i)) {
             Some(&i) => self.fetch_whole(large, large.originals[i])?,
@@ -299,9 +385,7 @@ impl Writer {
             let records = large.stored.get(&from).map_or(&[][..], |s| &s.records);
             inputs.push(Original { values, dtype, records });
         }
-        let coded = self.encode_copies(&run, plans, inputs, meter)?;
-        let numbers = numbers.iter().map(|&i| large.registered[i].number);
-        self.close_tensors(numbers.zip(coded).collect())
+        self.encode_copies(&run, plans, inputs, pools, meter)
     }
 }
 

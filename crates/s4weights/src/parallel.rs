@@ -1,6 +1,8 @@
 //! Threads for one call: made when it starts, gone when it ends, so that nothing outlives a fork.
 
+use std::panic::resume_unwind;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{Scope, ScopedJoinHandle};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -26,6 +28,23 @@ pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {
         .build()
         .map_err(|e| Error::io("threads", "start", std::io::Error::other(e)))?;
     Ok(Some(pool))
+}
+
+/// Starts a thread. An interrupt of the caller stops it, too.
+pub(crate) fn spawn<'scope, T: Send + 'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    work: impl FnOnce() -> T + Send + 'scope,
+) -> ScopedJoinHandle<'scope, T> {
+    let interrupt = interrupt::current();
+    scope.spawn(move || {
+        interrupt::adopt(interrupt);
+        work()
+    })
+}
+
+/// What a thread returns. If it panicked, so does this.
+pub(crate) fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
+    thread.join().unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 /// Locks a mutex. What it guards is consistent even if a thread that held the lock panicked.

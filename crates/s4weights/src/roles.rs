@@ -41,7 +41,7 @@ pub(crate) mod tests {
     use s4_format::manifest::{Role, RoleKind};
 
     use super::*;
-    use crate::pipeline::Run;
+    use crate::run::Run;
     use crate::{Contents, Error, Sink, Target, TensorSource, WriteOptions, Writer};
 
     /// What a plan knew of a tensor's role: its kind and its group's learning rate.

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use rayon::prelude::*;
-use s4_engine::{CpuEngine, TensorPlan, TensorValues, expected_of};
+use s4_engine::{CpuEngine, TensorPlan, TensorValues};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
@@ -23,19 +22,17 @@ use crate::objects::{ObjectOptions, ObjectSink};
 use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count};
 use crate::output::{KeptMemory, ObjectMemory, Output};
 use crate::pack::{Class, Pack};
-use crate::parallel::{pool, worth};
 use crate::parent::{Parent, Snapshot, SnapshotTensor};
-use crate::pipeline::{Coded, Run};
+use crate::planning::Planner;
 use crate::recall::Recall;
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;
+use crate::run::Run;
 
 /// How many tensors may be deltas or copies, each of which takes a plan: a manifest numbers plans
 /// with 16 bits, and the last numbers are reserved for other tensors.
 pub(crate) const MAX_DELTAS: usize = 65_000;
 
-/// About how many tensors one thread closes in the time that another one takes to start.
-const TOGETHER: usize = 64;
 /// Bytes of tensor blocks that are collected for one write.
 const BLOCKS: usize = 1 << 20;
 
@@ -71,7 +68,7 @@ pub struct Writer {
     deltas: usize,
     /// How many may be: [`MAX_DELTAS`], or this rank's share of them.
     pub(crate) max_deltas: usize,
-    snapshot: HashMap<String, SnapshotTensor>,
+    pub(crate) snapshot: HashMap<String, SnapshotTensor>,
     pub(crate) roles: Option<Arc<RoleTable>>,
     /// What earlier saves noted about tensors, by name.
     pub(crate) recall: Option<Arc<Recall>>,
@@ -217,25 +214,18 @@ impl Writer {
         needs_others(self.options.parent.as_deref(), plan)
     }
 
-    /// Closes tensors with chunks of their own, and adds to the snapshot what the next checkpoint
-    /// must know about them.
-    pub(crate) fn close_tensors(&mut self, coded: Vec<(usize, Coded)>) -> Result<()> {
-        let (target, parent) = (&self.name[..], self.options.parent.as_deref());
-        let threads = worth(thread_count(self.options.threads), (coded.len() / TOGETHER) as u64);
-        let close = |(number, coded): &(usize, Coded)| {
-            Closed::of((*number, &self.tensors[*number]), coded, parent, target)
-        };
-        let closed: Result<Vec<_>> = match pool(threads)? {
-            Some(pool) => pool.install(|| coded.par_iter().map(close).collect()),
-            None => coded.iter().map(close).collect(),
-        };
-        for ((number, coded), Closed { block, snapshot }) in coded.into_iter().zip(closed?) {
-            let (plan, kind) = self.add_block(number, block, coded.plan, false)?;
-            self.snapshot.insert(self.tensors[number].name.clone(), snapshot);
-            self.tensors[number].plan = plan;
-            self.tensors[number].kind = kind;
+    /// What planning this checkpoint's tensors needs.
+    pub(crate) fn planner(&self) -> Planner {
+        Planner {
+            target: self.name.clone(),
+            preset: self.options.preset,
+            cpu: Arc::clone(&self.engine),
+            #[cfg(feature = "cuda")]
+            devices: self.options.engine.clone(),
+            parent: self.options.parent.clone(),
+            recall: self.recall.clone(),
+            alike: Arc::clone(&self.alike),
         }
-        Ok(())
     }
 
     /// Adds tensors. If that fails, or panics, the checkpoint cannot be finished.
@@ -326,10 +316,10 @@ impl Writer {
         };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
         // Packs have no names to recall choices by, and those of one size are not alike.
-        let (recall, alike) = (self.recall.take(), std::mem::take(&mut self.alike));
-        let encoded = self.encode(&run, &mut meter)?;
-        (self.recall, self.alike) = (recall, alike);
-        for coded in encoded {
+        let planner = Planner { recall: None, alike: Arc::default(), ..self.planner() };
+        let pools = self.pools(&run.tensors)?;
+        let planned = planner.plan(run, &pools)?;
+        for coded in self.encode_planned(planned, &pools, &mut meter)? {
             let number = usize::MAX - pack.number as usize;
             let block = coded.block("small tensors", &self.name)?;
             let (plan, kind) = self.add_block(number, block, coded.plan, true)?;
@@ -340,7 +330,7 @@ impl Writer {
     }
 
     /// Adds the block of a tensor whose chunks are written; tensor blocks follow all chunks.
-    fn add_block(
+    pub(crate) fn add_block(
         &mut self,
         number: usize,
         (place, block): (Block, Vec<u8>),
@@ -512,46 +502,9 @@ impl Writer {
     }
 }
 
-/// The block of a tensor whose chunks are written, and its entry in the snapshot.
-struct Closed {
-    block: (Block, Vec<u8>),
-    snapshot: SnapshotTensor,
-}
-
-impl Closed {
-    /// `target` names the output in errors.
-    fn of(
-        (number, tensor): (usize, &Tensor),
-        coded: &Coded,
-        parent: Option<&dyn Parent>,
-        target: &str,
-    ) -> Result<Self> {
-        let plan = &coded.plan;
-        let above = match parent.zip(plan.plan.parent()) {
-            Some((parent, (_, above))) => parent.expected(above)?,
-            None => None,
-        };
-        let stored = (tensor.dtype, &tensor.shape[..], &plan.side);
-        let expected = expected_of(&plan.plan, stored, above.as_deref());
-        let expected = expected.map_err(|e| e.in_tensor(&tensor.name)).at(target)?;
-        let snapshot = SnapshotTensor {
-            // A tensor table has at most 2^22 records.
-            number: number as u32,
-            dtype: tensor.dtype,
-            shape: tensor.shape.clone(),
-            bytes: tensor.bytes().at(target)?,
-            chunk_log2: plan.chunk_log2,
-            needs_others: needs_others(parent, &plan.plan),
-            expected: expected.map(Arc::new),
-            checksums: coded.records.iter().map(|r| r.crc_raw).collect(),
-        };
-        Ok(Self { block: coded.block(&tensor.name, target)?, snapshot })
-    }
-}
-
 /// Whether decoding a tensor with this plan needs other tensors of its checkpoint, or decoding its
 /// parent's tensor needs others of the parent.
-fn needs_others(parent: Option<&dyn Parent>, plan: &Plan) -> bool {
+pub(crate) fn needs_others(parent: Option<&dyn Parent>, plan: &Plan) -> bool {
     let above = parent.zip(plan.parent());
     plan.own_inputs().next().is_some()
         || above.is_some_and(|(parent, (_, above))| parent.needs_others(above))

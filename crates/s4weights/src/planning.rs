@@ -1,0 +1,96 @@
+//! Plans tensors, perhaps on another thread than the writer's.
+
+use std::sync::Arc;
+
+use rayon::ThreadPool;
+#[cfg(feature = "cuda")]
+use s4_engine::cuda::CudaEngine;
+use s4_engine::{CpuEngine, Engine, Preset, TensorPlan};
+
+use crate::alike::Alike;
+use crate::error::Result;
+use crate::inputs::{Failure, ParentInputs, Place};
+use crate::parent::Parent;
+use crate::pipeline::Pools;
+use crate::recall::Recall;
+use crate::run::Run;
+
+/// What planning needs besides tensors.
+pub(crate) struct Planner {
+    /// Names the output in errors.
+    pub(crate) target: String,
+    pub(crate) preset: Preset,
+    pub(crate) cpu: Arc<CpuEngine>,
+    #[cfg(feature = "cuda")]
+    pub(crate) devices: Option<Arc<CudaEngine>>,
+    pub(crate) parent: Option<Arc<dyn Parent>>,
+    /// Choices for the same tensors in earlier checkpoints, which are tried first.
+    pub(crate) recall: Option<Arc<Recall>>,
+    /// Choices for similar tensors of this checkpoint.
+    pub(crate) alike: Arc<Alike>,
+}
+
+/// Tensors and their plans.
+pub(crate) struct Planned<'a> {
+    pub(crate) run: Run<'a>,
+    pub(crate) plans: Vec<TensorPlan>,
+    /// Where the values are that they are predicted from.
+    pub(crate) places: Vec<Option<Place<'a>>>,
+}
+
+impl Planner {
+    /// Plans tensors. The records of their moments are not looked at.
+    pub(crate) fn plan<'a>(&'a self, run: Run<'a>, pools: &Pools) -> Result<Planned<'a>> {
+        let pool = pools.of(run.is_on_device());
+        #[cfg(test)]
+        crate::roles::tests::planned(&run);
+        #[cfg(feature = "cuda")]
+        let planned = match self.devices.as_deref().filter(|_| run.is_on_device()) {
+            Some(engine) => self.plan_by(engine, &run, pool),
+            None => self.plan_by(&*self.cpu, &run, pool),
+        };
+        #[cfg(not(feature = "cuda"))]
+        let planned = self.plan_by(&*self.cpu, &run, pool);
+        match planned {
+            Ok((plans, places)) => Ok(Planned { run, plans, places }),
+            Err(e) => Err(e.named(&self.target, |i| run.names.get(i).copied())),
+        }
+    }
+
+    fn plan_by<G: Engine>(&self, engine: &G, run: &Run<'_>, pool: Option<&ThreadPool>)
+        -> Result<(Vec<TensorPlan>, Vec<Option<Place<'_>>>), Failure>
+    where
+        Failure: From<G::Error>,
+    {
+        let (parent, recall) = (self.parent.as_deref(), self.recall.as_deref());
+        let Run { names, tensors, parents, .. } = run;
+        let chosen = |(name, parent): (&&str, &Option<u32>)| recall?.choice(name, parent.is_some());
+        let known: Vec<_> = names.iter().zip(parents).map(chosen).collect();
+        let mut left: Vec<_> = (0..tensors.len()).collect();
+        let mut plans: Vec<(usize, TensorPlan)> = vec![];
+        while !left.is_empty() {
+            let round = self.alike.round(run, &known, &mut left);
+            let Run { names, tensors, parents, moments, .. } = &run.only(&round.tensors);
+            let inputs = ParentInputs::new(parent, pool, tensors, parents).with_moments(moments);
+            let mut inputs = inputs.with_choices(&round.choices);
+            if let Some(recall) = recall {
+                inputs = inputs.with_recall(recall, names);
+            }
+            let planned = engine.plan(self.preset, tensors, &inputs, pool);
+            let planned = planned.map_err(|e: Failure| e.among(&round.tensors))?;
+            if let Some(recall) = recall {
+                let chosen = names.iter().zip(parents).zip(&planned);
+                recall.note(
+                    chosen.map(|((name, parent), plan)| (*name, parent.is_some(), plan.choice)),
+                );
+            }
+            let numbers = round.tensors.clone();
+            self.alike.note(round, &planned);
+            plans.extend(numbers.into_iter().zip(planned));
+        }
+        plans.sort_unstable_by_key(|(number, _)| *number);
+        let plans: Vec<_> = plans.into_iter().map(|(_, plan)| plan).collect();
+        let places = Place::find(parent, &plans, run.is_on_device(), pool)?;
+        Ok((plans, places))
+    }
+}
