@@ -62,7 +62,8 @@ impl Engine for CpuEngine {
         for (batch, some) in tensors.chunks(PLANNED).enumerate() {
             let numbers: Vec<_> = (batch * PLANNED..).take(some.len()).collect();
             let samples = inputs.samples(&numbers)?;
-            let samples = samples.into_iter().zip(planner::expected(preset, inputs, &numbers)?);
+            let expected = planner::expected(preset, inputs, &numbers, pool)?;
+            let samples = samples.into_iter().zip(expected);
             let mut work: Vec<_> =
                 numbers.into_iter().zip(some).zip(samples).map(|w| (w, None)).collect();
             each(pool, &mut work, |(((tensor, t), (sample, expected)), plan)| {

@@ -1,6 +1,7 @@
 //! The inputs of a writer's predictions, for the engine that encodes its tensors.
 
 use std::ops::Range;
+use std::ptr;
 use std::sync::Arc;
 
 use rayon::ThreadPool;
@@ -15,6 +16,7 @@ use s4_format::limits::ALIGN;
 use crate::error::{Error, Result};
 use crate::levels::{Level, Levels};
 use crate::parent::{Parent, ParentRange};
+use crate::reader::Reader;
 use crate::recall::Recall;
 
 /// How many tensors' samples are requested at once where answers are slow; fewer tensors are looked up by one thread.
@@ -116,8 +118,22 @@ pub(crate) enum Place<'a> {
 }
 
 impl<'a> Place<'a> {
+    /// Reads what is known of a parent's tensors whose frames are quick to get: all together, since
+    /// what is adjacent is read at once.
+    pub(crate) fn prepare(parent: &dyn Parent, tensors: impl Iterator<Item = u32>) -> Result<()> {
+        let mut readers: Vec<(&Reader, Vec<usize>)> = vec![];
+        for tensor in tensors {
+            let Some(reader) = parent.frames_of(tensor) else { continue };
+            match readers.iter_mut().find(|(known, _)| ptr::eq(*known, reader)) {
+                Some((_, tensors)) => tensors.push(tensor as usize),
+                None => readers.push((reader, vec![tensor as usize])),
+            }
+        }
+        readers.iter().try_for_each(|(reader, tensors)| reader.prepare(tensors))
+    }
+
     /// For each plan of a delta, where its parent's values are. A device decodes frames itself if
-    /// there are any.
+    /// there are any; they are prepared.
     pub(crate) fn find(
         parent: Option<&'a dyn Parent>,
         plans: &[TensorPlan],
@@ -129,12 +145,8 @@ impl<'a> Place<'a> {
                 return Ok(None);
             };
             let chunk_log2 = plan.chunk_log2;
-            let reader = parent.frames_of(tensor).filter(|_| on_device);
-            let levels = match reader {
-                Some(reader) => {
-                    reader.prepare(&[tensor as usize])?;
-                    Levels::of(reader, tensor as usize)?.for_device()
-                }
+            let levels = match parent.frames_of(tensor).filter(|_| on_device) {
+                Some(reader) => Levels::of(reader, tensor as usize)?.for_device(),
                 None => None,
             };
             // Where contexts come from moments, the parent's reader decodes the values.
@@ -147,7 +159,6 @@ impl<'a> Place<'a> {
             }))
         };
         match pool.filter(|_| on_device && plans.len() > TOGETHER) {
-            // For each tensor, its blocks along the chain are read and parsed.
             Some(pool) => pool.install(|| plans.par_iter().map(place).collect()),
             None => plans.iter().map(place).collect(),
         }

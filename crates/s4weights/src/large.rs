@@ -101,7 +101,7 @@ impl<'a> Large<'a> {
         let copies = copies.chunk_by(|a, b| places(*a) == places(*b) && !self.is_fetched(*a));
         let (mut batches, mut most) = (vec![], PLANNED.0);
         for mut run in others.chain(weights).chain(copies) {
-            while self.may_be_planned_ahead(run) && run.len() > most {
+            while self.may_be_cut(run) && run.len() > most {
                 let (now, later) = run.split_at(most);
                 batches.push(now.to_vec());
                 (run, most) = (later, PLANNED.1.min(2 * most));
@@ -111,11 +111,16 @@ impl<'a> Large<'a> {
         batches
     }
 
-    /// Whether a batch may be planned while others are encoded: on the host that would take the threads
-    /// that encode, and values that must be fetched first would be kept for longer.
+    /// Whether parts of a run may be planned or closed while others are encoded. On the host that would take the
+    /// threads that encode, and values that must be fetched first belong to one tensor.
+    fn may_be_cut(&self, run: &[usize]) -> bool {
+        let i = run[0];
+        self.place(i).is_some() && !self.has_far_moments(i) && !self.is_fetched(i)
+    }
+
+    /// Whether a batch may be planned while another one is encoded.
     fn may_be_planned_ahead(&self, batch: &[usize]) -> bool {
-        let i = batch[0];
-        self.originals[i].is_none() && self.place(i).is_some() && !self.has_far_moments(i)
+        self.originals[batch[0]].is_none() && self.may_be_cut(batch)
     }
 
     /// The moments of a tensor, if it may be predicted from them.
@@ -195,6 +200,8 @@ impl Writer {
         self.write_batches(&mut large, &batches, awaited, meter)
     }
 
+    /// Writes batches, one after the other. While one is encoded, the next one is planned, if it is on devices, and the
+    /// one before is closed.
     fn write_batches(
         &mut self,
         large: &mut Large<'_>,
@@ -213,7 +220,9 @@ impl Writer {
                         let fetched = self.fetch_moments(large, batch)?;
                         let planned = match planning.take() {
                             Some(thread) => join(thread),
-                            None => planner.plan(self.run(large, batch, fetched.as_deref()), &pools),
+                            None => {
+                                planner.plan(self.run(large, batch, fetched.as_deref()), &pools)
+                            }
                         };
                         let mut planned = planned?;
                         large.note_plans(batch, |i| !self.needs_others(&planned.plans[i].plan));
@@ -460,5 +469,77 @@ impl Writer {
 
     fn fetch_whole(&self, _: &Large<'_>, _: Option<usize>) -> Result<Vec<u8>> {
         Ok(vec![])
+    }
+}
+
+#[cfg(test)]
+#[expect(unsafe_code, reason = "tensors on devices that nobody reads")]
+mod tests {
+    use s4_engine::DeviceMemory;
+    use s4_format::DType;
+
+    use super::*;
+    use crate::write::TensorSource;
+
+    fn tensor<'a>(t: &Registered<'a>) -> TensorValues<'a> {
+        let TensorSource { dtype, shape, values, .. } = t.source;
+        TensorValues { dtype, shape, values, role: None }
+    }
+
+    /// The batches of `count` moments, as many weights and as many copies of weights: the run that each is of, and its
+    /// length. `device` tells where a tensor is.
+    fn lengths(count: usize, device: impl Fn(usize) -> Option<u32>) -> Vec<(usize, usize)> {
+        let data = [0; 4];
+        let source = |i| {
+            // SAFETY: nobody uses it.
+            let memory =
+                device(i).map(|ordinal| unsafe { DeviceMemory::new(ordinal, 1 << 40, 4, 0) });
+            let values = memory.map_or(Values::Host(&data), Values::Device);
+            Registered { number: i, source: TensorSource::new("t", DType::Float32, &[1], values) }
+        };
+        let registered: Vec<_> = (0..3 * count).map(source).collect();
+        let numbers = 0..3 * count;
+        let large = Large {
+            registered: &registered,
+            tensors: registered.iter().map(tensor).collect(),
+            originals: numbers.clone().map(|i| (i >= 2 * count).then(|| i - count)).collect(),
+            moments: numbers
+                .map(|i| if i / count == 1 { vec![i - count] } else { vec![] })
+                .collect(),
+            needed: vec![],
+            stored: HashMap::new(),
+        };
+        let batches = large.batches();
+        let all = batches.concat();
+        assert!(all.iter().copied().eq(0..3 * count), "{all:?}");
+        batches.iter().map(|batch| (batch[0] / count, batch.len())).collect()
+    }
+
+    #[test]
+    fn runs_on_devices_are_cut_into_batches_that_grow() {
+        let found = lengths(1000, |_| Some(0));
+        let expected = [(0, 256), (0, 512), (0, 232), (1, 1000), (2, 1000)];
+        assert_eq!(found, expected);
+        let found = lengths(6000, |_| Some(0));
+        let sizes = [256, 512, 1024, 2048, 2048, 112].map(|len| (0, len));
+        let later = |run| [2048, 2048, 1904].map(move |len| (run, len));
+        assert_eq!(found, [&sizes[..], &later(1), &later(2)].concat());
+    }
+
+    #[test]
+    fn runs_on_the_host_are_whole_and_values_from_elsewhere_are_fetched_for_one_tensor_at_a_time() {
+        let (first, one) = ([(0, 1000)], |run| vec![(run, 1); 1000]);
+        assert_eq!(lengths(1000, |_| None), [(0, 1000), (1, 1000), (2, 1000)]);
+        // Only the moments are on a device.
+        let found = lengths(1000, |i| (i < 1000).then_some(0));
+        assert_eq!(found[..3], [(0, 256), (0, 512), (0, 232)]);
+        assert_eq!(found[3..], [one(1), vec![(2, 1000)]].concat());
+        // All are, but the weights on another one.
+        let found = lengths(1000, |i| Some(u32::from(i / 1000 == 1)));
+        assert_eq!(found[3..], [one(1), one(2)].concat());
+        // Only the weights are.
+        let found = lengths(1000, |i| (i / 1000 == 1).then_some(0));
+        assert_eq!(found[..1], first);
+        assert_eq!(found[4..], one(2));
     }
 }

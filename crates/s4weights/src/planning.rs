@@ -57,13 +57,20 @@ impl Planner {
         }
     }
 
-    fn plan_by<G: Engine>(&self, engine: &G, run: &Run<'_>, pool: Option<&ThreadPool>)
-        -> Result<(Vec<TensorPlan>, Vec<Option<Place<'_>>>), Failure>
+    fn plan_by<G: Engine>(
+        &self,
+        engine: &G,
+        run: &Run<'_>,
+        pool: Option<&ThreadPool>,
+    ) -> Result<(Vec<TensorPlan>, Vec<Option<Place<'_>>>), Failure>
     where
         Failure: From<G::Error>,
     {
         let (parent, recall) = (self.parent.as_deref(), self.recall.as_deref());
         let Run { names, tensors, parents, .. } = run;
+        if let Some(parent) = parent.filter(|_| run.is_on_device()) {
+            Place::prepare(parent, parents.iter().copied().flatten())?;
+        }
         let chosen = |(name, parent): (&&str, &Option<u32>)| recall?.choice(name, parent.is_some());
         let known: Vec<_> = names.iter().zip(parents).map(chosen).collect();
         let mut left: Vec<_> = (0..tensors.len()).collect();

@@ -97,7 +97,7 @@ impl CudaEngine {
         let Given { preset, inputs, pool, .. } = *given;
         let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
         let parents = inputs.samples(&numbers)?;
-        let parents = parents.into_iter().zip(planner::expected(preset, inputs, &numbers)?);
+        let parents = parents.into_iter().zip(planner::expected(preset, inputs, &numbers, pool)?);
         let mut work: Vec<_> = fetched.into_iter().zip(parents).map(|w| (w, None)).collect();
         each(pool, &mut work, |(((tensor, grid, bytes), (parent, expected)), plan)| {
             let (tensor, fetched) = (*tensor, (*bytes, grid.as_ref()));

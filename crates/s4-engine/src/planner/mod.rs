@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use rayon::ThreadPool;
 use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
 use s4_format::dtype::Form;
 use s4_format::manifest::{RoleKind, TensorRole};
@@ -11,6 +12,7 @@ use s4_format::{DType, Digest, Error, LayoutId, Plan, Result};
 use s4_predict::rank1::{self, Expected, Grid, Offsets};
 
 use crate::chunk::chunk_log2;
+use crate::engine::each;
 use crate::scratch::width_of;
 use crate::{CpuEngine, EncodeJob, Inputs, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
@@ -76,14 +78,19 @@ pub fn makes_copies(preset: Preset) -> bool {
     allowed(preset).copies
 }
 
-/// [`Inputs::expected`] of some tensors, if the preset has a use for it.
-pub(crate) fn expected<E>(
+/// [`Inputs::expected`] of some tensors, if the preset has a use for it. For each, its parent's side data may have to be
+/// read and parsed.
+pub(crate) fn expected<E: Send>(
     preset: Preset,
     inputs: &dyn Inputs<E>,
     tensors: &[usize],
+    pool: Option<&ThreadPool>,
 ) -> std::result::Result<Vec<Option<Arc<Expected>>>, E> {
-    let wanted = allowed(preset).blend;
-    tensors.iter().map(|t| if wanted { inputs.expected(*t) } else { Ok(None) }).collect()
+    let wanted = |tensor| allowed(preset).blend && inputs.parent(tensor).is_some();
+    let mut found: Vec<_> = tensors.iter().map(|tensor| (*tensor, Ok(None))).collect();
+    let mut asked: Vec<_> = found.iter_mut().filter(|(tensor, _)| wanted(*tensor)).collect();
+    each(pool, &mut asked, |(tensor, expected)| *expected = inputs.expected(*tensor));
+    found.into_iter().map(|(_, expected)| expected).collect()
 }
 
 /// The tensor of a parent checkpoint that a tensor may be stored as a difference from.
