@@ -9,8 +9,8 @@ use s4_engine::{Choice, TensorPlan};
 use s4_format::DType;
 use s4_format::manifest::RoleKind;
 
+use crate::batch::Batch;
 use crate::parallel::lock;
-use crate::run::Run;
 
 /// Tensors with more values are planned separately: for them planning takes little time compared
 /// with encoding.
@@ -32,10 +32,10 @@ struct Kind {
 #[derive(Default)]
 pub(crate) struct Alike(Mutex<HashMap<Kind, Option<Choice>>>);
 
-/// Tensors of a run that are planned together.
+/// Tensors of a batch that are planned together.
 #[derive(Default)]
 pub(crate) struct Round {
-    /// Their indices in the run.
+    /// Their indices in the batch.
     pub(crate) tensors: Vec<usize>,
     /// For each tensor, the choice to try first.
     pub(crate) choices: Vec<Option<Choice>>,
@@ -44,12 +44,12 @@ pub(crate) struct Round {
 }
 
 impl Alike {
-    /// Takes from `left` the tensors of a run to plan now: all except those that are similar to one
+    /// Takes from `left` the tensors of a batch to plan now: all except those that are similar to one
     /// taken in this round. `known` holds the choice made for each by an earlier save. Which tensor
-    /// is the first of its kind does not depend on where a run ends.
+    /// is the first of its kind does not depend on where a batch ends.
     pub(crate) fn round(
         &self,
-        run: &Run<'_>,
+        batch: &Batch<'_>,
         known: &[Option<Choice>],
         left: &mut Vec<usize>,
     ) -> Round {
@@ -57,7 +57,7 @@ impl Alike {
         left.retain(|&i| {
             // A remembered choice needs nothing of another tensor, but for the step of this checkpoint.
             let asks = known[i].is_none_or(|choice| choice.is_step());
-            let kind = if asks { kind(run, i) } else { None };
+            let kind = if asks { kind(batch, i) } else { None };
             let of_first = kind.as_ref().and_then(|kind| chosen.get(kind));
             if let Some(kind) = kind.filter(|_| of_first.is_none()) {
                 if begun.contains(&kind) {
@@ -85,16 +85,16 @@ impl Alike {
     }
 }
 
-fn kind(run: &Run<'_>, i: usize) -> Option<Kind> {
-    let t = &run.tensors[i];
+fn kind(batch: &Batch<'_>, i: usize) -> Option<Kind> {
+    let t = &batch.tensors[i];
     let small = t.values.bytes() / t.dtype.value_width() as u64 <= MOST_VALUES;
     small.then(|| Kind {
-        name: run.names[i].chars().filter(|c| !c.is_ascii_digit()).collect(),
+        name: batch.names[i].chars().filter(|c| !c.is_ascii_digit()).collect(),
         dtype: t.dtype,
         shape: t.shape.to_vec(),
         role: t.role.map(|role| role.row.kind),
-        has_parent: run.parents[i].is_some(),
-        has_moments: run.moments.get(i).is_some_and(|moments| !moments.is_empty()),
+        has_parent: batch.parents[i].is_some(),
+        has_moments: batch.moments.get(i).is_some_and(|moments| !moments.is_empty()),
     })
 }
 
@@ -147,28 +147,28 @@ pub(crate) mod tests {
         engine.plan(&job, &mut Scratch::default()).unwrap()
     }
 
-    /// A run of tensors with these names and shapes.
-    fn run<'a>(data: &'a [u8], tensors: &[(&'a str, &'a [u64])]) -> Run<'a> {
+    /// A batch of tensors with these names and shapes.
+    fn batch<'a>(data: &'a [u8], tensors: &[(&'a str, &'a [u64])]) -> Batch<'a> {
         let values = |shape: &'a [u64]| {
             let bytes = 2 * shape.iter().product::<u64>() as usize;
             TensorValues::new(DType::BFloat16, shape, &data[..bytes])
         };
-        Run {
+        Batch {
             names: tensors.iter().map(|t| t.0).collect(),
             tensors: tensors.iter().map(|t| values(t.1)).collect(),
             parents: vec![None; tensors.len()],
-            ..Run::default()
+            ..Batch::default()
         }
     }
 
     /// The tensors of each round, and for each whether a choice is tried first.
-    fn rounds(alike: &Alike, run: &Run<'_>, known: &[usize]) -> Vec<Vec<(usize, bool)>> {
+    fn rounds(alike: &Alike, batch: &Batch<'_>, known: &[usize]) -> Vec<Vec<(usize, bool)>> {
         let choice = plan().choice;
         let known: Vec<_> =
-            (0..run.names.len()).map(|i| choice.filter(|_| known.contains(&i))).collect();
-        let (mut left, mut out): (Vec<_>, _) = ((0..run.names.len()).collect(), vec![]);
+            (0..batch.names.len()).map(|i| choice.filter(|_| known.contains(&i))).collect();
+        let (mut left, mut out): (Vec<_>, _) = ((0..batch.names.len()).collect(), vec![]);
         while !left.is_empty() {
-            let round = alike.round(run, &known, &mut left);
+            let round = alike.round(batch, &known, &mut left);
             let given = round.choices.iter().map(Option::is_some);
             out.push(round.tensors.iter().copied().zip(given).collect());
             let plans = vec![plan(); round.tensors.len()];
@@ -191,12 +191,12 @@ pub(crate) mod tests {
     #[test]
     fn the_first_of_each_kind_is_planned_before_the_others() {
         let data = vec![0; 2 * LARGE as usize];
-        let run = run(&data, &TENSORS);
+        let batch = batch(&data, &TENSORS);
         let first: Vec<_> = [0, 2, 3, 4, 5].map(|i| (i, false)).into();
-        let found = rounds(&Alike::default(), &run, &[]);
+        let found = rounds(&Alike::default(), &batch, &[]);
         assert_eq!(found, [first, [1, 6, 7].map(|i| (i, true)).into()]);
         // A choice known for the tensor itself takes precedence.
-        let found = rounds(&Alike::default(), &run, &[0, 6]);
+        let found = rounds(&Alike::default(), &batch, &[0, 6]);
         let is_known = |i: usize| (i, [0, 6].contains(&i));
         assert_eq!(found, [[0, 1, 2, 3, 4, 5, 6].map(is_known).to_vec(), vec![(7, true)]]);
     }
@@ -205,29 +205,29 @@ pub(crate) mod tests {
     #[test]
     fn a_remembered_step_waits_for_the_first_of_its_kind() {
         let data = vec![0; 2 * LARGE as usize];
-        let run = run(&data, &TENSORS);
+        let batch = batch(&data, &TENSORS);
         let choice = step().choice.unwrap().of_earlier();
         let known = vec![Some(choice); TENSORS.len()];
         let (alike, mut left) = (Alike::default(), (0..TENSORS.len()).collect());
-        let round = alike.round(&run, &known, &mut left);
+        let round = alike.round(&batch, &known, &mut left);
         assert_eq!((&round.tensors[..], &left[..]), (&[0, 2, 3, 4, 5][..], &[1, 6, 7][..]));
         assert!(round.choices.iter().all(|given| *given == Some(choice)));
         let plans = vec![step(); round.tensors.len()];
         alike.note(round, &plans);
-        let round = alike.round(&run, &known, &mut left);
+        let round = alike.round(&batch, &known, &mut left);
         let shown = choice.with_step_of(&step().choice.unwrap());
         assert!(round.choices == [Some(shown); 3] && shown != choice);
     }
 
     #[test]
-    fn it_does_not_matter_where_runs_end() {
+    fn it_does_not_matter_where_batches_end() {
         let data = vec![0; 2 * LARGE as usize];
         let tried = |parts: &[std::ops::Range<usize>]| {
             let alike = Alike::default();
             let mut all = vec![];
             for part in parts {
-                let run = run(&data, &TENSORS[part.clone()]);
-                let rounds = rounds(&alike, &run, &[]);
+                let batch = batch(&data, &TENSORS[part.clone()]);
+                let rounds = rounds(&alike, &batch, &[]);
                 all.extend(rounds.concat().into_iter().map(|(i, tried)| (part.start + i, tried)));
             }
             all.sort_unstable();

@@ -15,13 +15,13 @@ use s4_format::ChunkRecord;
 use s4_format::limits::MAX_UPDATES;
 use s4_format::manifest::RoleKind;
 
+use crate::batch::Batch;
 use crate::close::TOGETHER;
 use crate::copies::{self, Candidates, Original};
 use crate::error::Result;
 use crate::options::{Meter, thread_count};
 use crate::parallel::{join, pool, spawn, worth};
 use crate::pipeline::{Coded, Pools};
-use crate::run::Run;
 use crate::write::{Awaited, Registered};
 use crate::writer::Writer;
 
@@ -213,38 +213,38 @@ impl Writer {
         let registered = large.registered;
         thread::scope(|scope| {
             let (mut planning, mut closing) = (None, None);
-            for (number, batch) in batches.iter().enumerate() {
-                let coded = match large.originals[batch[0]] {
-                    Some(_) => self.write_copies(large, batch, &pools, meter)?,
+            for (at, numbers) in batches.iter().enumerate() {
+                let coded = match large.originals[numbers[0]] {
+                    Some(_) => self.write_copies(large, numbers, &pools, meter)?,
                     None => {
-                        let fetched = self.fetch_moments(large, batch)?;
+                        let fetched = self.fetch_moments(large, numbers)?;
                         let planned = match planning.take() {
                             Some(thread) => join(thread),
                             None => {
-                                planner.plan(self.run(large, batch, fetched.as_deref()), &pools)
+                                planner.plan(self.batch(large, numbers, fetched.as_deref()), &pools)
                             }
                         };
                         let mut planned = planned?;
-                        large.note_plans(batch, |i| !self.needs_others(&planned.plans[i].plan));
-                        let next = batches.get(number + 1);
+                        large.note_plans(numbers, |i| !self.needs_others(&planned.plans[i].plan));
+                        let next = batches.get(at + 1);
                         if let Some(next) = next.filter(|next| large.may_be_planned_ahead(next)) {
-                            let run = self.run(large, next, None);
-                            planning = Some(spawn(scope, || planner.plan(run, &pools)));
+                            let batch = self.batch(large, next, None);
+                            planning = Some(spawn(scope, || planner.plan(batch, &pools)));
                         }
-                        large.add_records(batch, &mut planned.run.moments);
+                        large.add_records(numbers, &mut planned.batch.moments);
                         self.encode_planned(planned, &pools, meter)?
                     }
                 };
-                large.note_records(batch, &coded);
-                if large.needs_device(batch) {
+                large.note_records(numbers, &coded);
+                if large.needs_device(numbers) {
                     awaited.large -= 1;
                     awaited.tell();
                 }
                 if let Some(thread) = closing.take() {
                     self.add_closed(join(thread)?)?;
                 }
-                let coded: Vec<_> = batch.iter().map(|&i| &registered[i]).zip(coded).collect();
-                let (closer, pool) = (&closer, pools.of(large.place(batch[0]).is_some()));
+                let coded: Vec<_> = numbers.iter().map(|&i| &registered[i]).zip(coded).collect();
+                let (closer, pool) = (&closer, pools.of(large.place(numbers[0]).is_some()));
                 if coded.len() > TOGETHER {
                     closing = Some(spawn(scope, move || closer.close(coded, pool)));
                 } else {
@@ -339,20 +339,20 @@ impl Writer {
 
     /// Tensors to be planned and encoded. The values of moments are those in `fetched`, or else where they are; their
     /// records come later ([`Large::add_records`]).
-    fn run<'a>(
+    fn batch<'a>(
         &mut self,
         large: &Large<'a>,
-        batch: &[usize],
+        numbers: &[usize],
         fetched: Option<&'a [Vec<u8>]>,
-    ) -> Run<'a> {
-        let mut run = Run::default();
-        for &i in batch {
+    ) -> Batch<'a> {
+        let mut batch = Batch::default();
+        for &i in numbers {
             let source = &large.registered[i].source;
             let parent = self.parent_of(source.name, source.dtype, source.shape);
-            run.push(source, large.tensors[i], parent);
-            run.moments.push(large.moments_of(i, fetched));
+            batch.push(source, large.tensors[i], parent);
+            batch.moments.push(large.moments_of(i, fetched));
         }
-        run
+        batch
     }
 
     /// Copies the moments of a batch to the host, if they must be: it is one tensor then.
@@ -376,14 +376,14 @@ impl Writer {
         pools: &Pools,
         meter: &mut Meter,
     ) -> Result<Vec<Coded>> {
-        let (mut run, mut plans, mut inputs) = (Run::default(), vec![], vec![]);
+        let (mut batch, mut plans, mut inputs) = (Batch::default(), vec![], vec![]);
         let fetched = match numbers.first().filter(|i| large.is_fetched(**i)) {
             Some(&i) => self.fetch_whole(large, large.originals[i])?,
             None => vec![],
         };
         for &i in numbers {
             let Some(from) = large.originals[i] else { continue };
-            run.push(&large.registered[i].source, large.tensors[i], None);
+            batch.push(&large.registered[i].source, large.tensors[i], None);
             // A tensor table has at most 2^22 records.
             let number = large.registered[from].number as u32;
             plans.push(copies::plan(large.tensors[i].dtype, large.tensors[from].dtype, number));
@@ -394,7 +394,7 @@ impl Writer {
             let records = large.stored.get(&from).map_or(&[][..], |s| &s.records);
             inputs.push(Original { values, dtype, records });
         }
-        self.encode_copies(&run, plans, inputs, pools, meter)
+        self.encode_copies(&batch, plans, inputs, pools, meter)
     }
 }
 

@@ -10,6 +10,7 @@ use s4_format::index::{Block, chunk_count};
 use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, CodecId, DType, crc32c};
 
+use crate::batch::Batch;
 use crate::behind::Behind;
 use crate::copies::{Original, Originals};
 use crate::error::{At, Error, Result};
@@ -18,7 +19,6 @@ use crate::options::{Meter, thread_count};
 use crate::parallel::{pool, worth};
 use crate::parent::Parent;
 use crate::planning::Planned;
-use crate::run::Run;
 use crate::writer::Writer;
 
 /// With at least this many threads and bytes of values, hashing and writing move to background
@@ -92,26 +92,26 @@ impl Writer {
         pools: &Pools,
         meter: &mut Meter,
     ) -> Result<Vec<Coded>> {
-        let Planned { run, plans, places } = planned;
-        let pool = pools.of(run.is_on_device());
+        let Planned { batch, plans, places } = planned;
+        let pool = pools.of(batch.is_on_device());
         let parent = self.options.parent.clone();
-        let inputs = ParentInputs::new(parent.as_deref(), pool, &run.tensors, &run.parents);
-        let inputs = inputs.with_moments(&run.moments).with_places(places, run.is_on_device());
-        self.encode_where_they_are(&run, plans, &inputs, pool, meter)
+        let inputs = ParentInputs::new(parent.as_deref(), pool, &batch.tensors, &batch.parents);
+        let inputs = inputs.with_moments(&batch.moments).with_places(places, batch.is_on_device());
+        self.encode_where_they_are(&batch, plans, &inputs, pool, meter)
     }
 
     /// Encodes copies, rounded or equal, of tensors that are already written, and appends their
     /// chunks. All copies are in one place, and their originals are there too, or in host memory.
     pub(crate) fn encode_copies(
         &mut self,
-        run: &Run<'_>,
+        batch: &Batch<'_>,
         plans: Vec<TensorPlan>,
         originals: Vec<Original<'_>>,
         pools: &Pools,
         meter: &mut Meter,
     ) -> Result<Vec<Coded>> {
-        let inputs = Originals { tensors: &run.tensors, originals };
-        self.encode_where_they_are(run, plans, &inputs, pools.of(run.is_on_device()), meter)
+        let inputs = Originals { tensors: &batch.tensors, originals };
+        self.encode_where_they_are(batch, plans, &inputs, pools.of(batch.is_on_device()), meter)
     }
 
     /// The threads for tensors.
@@ -128,7 +128,7 @@ impl Writer {
 
     fn encode_where_they_are(
         &mut self,
-        run: &Run<'_>,
+        batch: &Batch<'_>,
         plans: Vec<TensorPlan>,
         inputs: &dyn Inputs<Failure>,
         pool: Option<&ThreadPool>,
@@ -136,19 +136,19 @@ impl Writer {
     ) -> Result<Vec<Coded>> {
         let engine = Arc::clone(&self.engine);
         #[cfg(feature = "cuda")]
-        let done = match self.options.engine.clone().filter(|_| run.is_on_device()) {
-            Some(engine) => self.encode_by(&*engine, run, plans, inputs, pool, meter),
-            None => self.encode_by(&*engine, run, plans, inputs, pool, meter),
+        let done = match self.options.engine.clone().filter(|_| batch.is_on_device()) {
+            Some(engine) => self.encode_by(&*engine, batch, plans, inputs, pool, meter),
+            None => self.encode_by(&*engine, batch, plans, inputs, pool, meter),
         };
         #[cfg(not(feature = "cuda"))]
-        let done = self.encode_by(&*engine, run, plans, inputs, pool, meter);
-        done.map_err(|e| e.named(&self.name, |i| run.names.get(i).copied()))
+        let done = self.encode_by(&*engine, batch, plans, inputs, pool, meter);
+        done.map_err(|e| e.named(&self.name, |i| batch.names.get(i).copied()))
     }
 
     fn encode_by<G: Engine>(
         &mut self,
         engine: &G,
-        run: &Run<'_>,
+        batch: &Batch<'_>,
         plans: Vec<TensorPlan>,
         inputs: &dyn Inputs<Failure>,
         pool: Option<&ThreadPool>,
@@ -157,8 +157,8 @@ impl Writer {
     where
         Failure: From<G::Error>,
     {
-        let Run { tensors, groups, .. } = run;
-        let (on_device, chunks) = (run.is_on_device(), chunks(tensors));
+        let Batch { tensors, groups, .. } = batch;
+        let (on_device, chunks) = (batch.is_on_device(), chunks(tensors));
         let threads = self.encoding_threads(on_device);
         let much = threads >= BEHIND.0 && bytes(tensors) >= BEHIND.1;
         if on_device || much && self.memory() >= 2 * Behind::BUFFERS {

@@ -8,12 +8,12 @@ use s4_engine::cuda::CudaEngine;
 use s4_engine::{CpuEngine, Engine, Preset, TensorPlan};
 
 use crate::alike::Alike;
+use crate::batch::Batch;
 use crate::error::Result;
 use crate::inputs::{Failure, ParentInputs, Place};
 use crate::parent::Parent;
 use crate::pipeline::Pools;
 use crate::recall::Recall;
-use crate::run::Run;
 
 /// What planning needs besides tensors.
 pub(crate) struct Planner {
@@ -32,7 +32,7 @@ pub(crate) struct Planner {
 
 /// Tensors and their plans.
 pub(crate) struct Planned<'a> {
-    pub(crate) run: Run<'a>,
+    pub(crate) batch: Batch<'a>,
     pub(crate) plans: Vec<TensorPlan>,
     /// Where the values are that they are predicted from.
     pub(crate) places: Vec<Option<Place<'a>>>,
@@ -40,35 +40,35 @@ pub(crate) struct Planned<'a> {
 
 impl Planner {
     /// Plans tensors. The records of their moments are not looked at.
-    pub(crate) fn plan<'a>(&'a self, run: Run<'a>, pools: &Pools) -> Result<Planned<'a>> {
-        let pool = pools.of(run.is_on_device());
+    pub(crate) fn plan<'a>(&'a self, batch: Batch<'a>, pools: &Pools) -> Result<Planned<'a>> {
+        let pool = pools.of(batch.is_on_device());
         #[cfg(test)]
-        crate::roles::tests::planned(&run);
+        crate::roles::tests::planned(&batch);
         #[cfg(feature = "cuda")]
-        let planned = match self.devices.as_deref().filter(|_| run.is_on_device()) {
-            Some(engine) => self.plan_by(engine, &run, pool),
-            None => self.plan_by(&*self.cpu, &run, pool),
+        let planned = match self.devices.as_deref().filter(|_| batch.is_on_device()) {
+            Some(engine) => self.plan_by(engine, &batch, pool),
+            None => self.plan_by(&*self.cpu, &batch, pool),
         };
         #[cfg(not(feature = "cuda"))]
-        let planned = self.plan_by(&*self.cpu, &run, pool);
+        let planned = self.plan_by(&*self.cpu, &batch, pool);
         match planned {
-            Ok((plans, places)) => Ok(Planned { run, plans, places }),
-            Err(e) => Err(e.named(&self.target, |i| run.names.get(i).copied())),
+            Ok((plans, places)) => Ok(Planned { batch, plans, places }),
+            Err(e) => Err(e.named(&self.target, |i| batch.names.get(i).copied())),
         }
     }
 
     fn plan_by<G: Engine>(
         &self,
         engine: &G,
-        run: &Run<'_>,
+        batch: &Batch<'_>,
         pool: Option<&ThreadPool>,
     ) -> Result<(Vec<TensorPlan>, Vec<Option<Place<'_>>>), Failure>
     where
         Failure: From<G::Error>,
     {
         let (parent, recall) = (self.parent.as_deref(), self.recall.as_deref());
-        let Run { names, tensors, parents, .. } = run;
-        if let Some(parent) = parent.filter(|_| run.is_on_device()) {
+        let Batch { names, tensors, parents, .. } = batch;
+        if let Some(parent) = parent.filter(|_| batch.is_on_device()) {
             Place::prepare(parent, parents.iter().copied().flatten())?;
         }
         let chosen = |(name, parent): (&&str, &Option<u32>)| recall?.choice(name, parent.is_some());
@@ -76,8 +76,8 @@ impl Planner {
         let mut left: Vec<_> = (0..tensors.len()).collect();
         let mut plans: Vec<(usize, TensorPlan)> = vec![];
         while !left.is_empty() {
-            let round = self.alike.round(run, &known, &mut left);
-            let Run { names, tensors, parents, moments, .. } = &run.only(&round.tensors);
+            let round = self.alike.round(batch, &known, &mut left);
+            let Batch { names, tensors, parents, moments, .. } = &batch.only(&round.tensors);
             let inputs = ParentInputs::new(parent, pool, tensors, parents).with_moments(moments);
             let mut inputs = inputs.with_choices(&round.choices);
             if let Some(recall) = recall {
@@ -97,7 +97,7 @@ impl Planner {
         }
         plans.sort_unstable_by_key(|(number, _)| *number);
         let plans: Vec<_> = plans.into_iter().map(|(_, plan)| plan).collect();
-        let places = Place::find(parent, &plans, run.is_on_device(), pool)?;
+        let places = Place::find(parent, &plans, batch.is_on_device(), pool)?;
         Ok((plans, places))
     }
 }

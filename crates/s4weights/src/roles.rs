@@ -41,7 +41,7 @@ pub(crate) mod tests {
     use s4_format::manifest::{Role, RoleKind};
 
     use super::*;
-    use crate::run::Run;
+    use crate::batch::Batch;
     use crate::{Contents, Error, Sink, Target, TensorSource, WriteOptions, Writer};
 
     /// What a plan knew of a tensor's role: its kind and its group's learning rate.
@@ -56,8 +56,8 @@ pub(crate) mod tests {
     }
 
     /// Notes tensors that are about to be planned.
-    pub(crate) fn planned(run: &Run<'_>) {
-        for (name, tensor) in run.names.iter().zip(&run.tensors) {
+    pub(crate) fn planned(batch: &Batch<'_>) {
+        for (name, tensor) in batch.names.iter().zip(&batch.tensors) {
             let lr = |r: TensorRole<'_>| r.scalars().and_then(|s| s.get("lr").copied());
             let known = tensor.role.map(|r| (r.row.kind, lr(r)));
             PLANNED.with_borrow_mut(|all| all.push(((*name).to_owned(), known)));

@@ -62,7 +62,7 @@ pub(crate) struct Awaited {
     staged: Option<StagedFn>,
     /// Whether small tensors are still to be packed.
     small: bool,
-    /// Runs of large tensors that are still to be encoded.
+    /// Batches of large tensors that are still to be encoded.
     pub(crate) large: usize,
 }
 

@@ -15,6 +15,7 @@ use serde_json::value::RawValue;
 
 use crate::adopt::Adopted;
 use crate::alike::Alike;
+use crate::batch::Batch;
 use crate::buffers::LargeBuffers;
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
@@ -27,7 +28,6 @@ use crate::planning::Planner;
 use crate::recall::Recall;
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;
-use crate::run::Run;
 
 /// How many tensors may be deltas or copies, each of which takes a plan: a manifest numbers plans
 /// with 16 bits, and the last numbers are reserved for other tensors.
@@ -307,7 +307,7 @@ impl Writer {
     fn close_pack(&mut self, pack: Pack) -> Result<()> {
         let dtype = pack.class.dtype;
         let shape = [(pack.data.len() / dtype.size()) as u64];
-        let run = Run {
+        let batch = Batch {
             names: vec!["small tensors"],
             tensors: vec![TensorValues::new(dtype, &shape, &pack.data)],
             groups: vec![pack.class.group],
@@ -317,8 +317,8 @@ impl Writer {
         let mut meter = Meter { callback: None, done: 0, total: 0 };
         // Packs have no names to recall choices by, and those of one size are not alike.
         let planner = Planner { recall: None, alike: Arc::default(), ..self.planner() };
-        let pools = self.pools(&run.tensors)?;
-        let planned = planner.plan(run, &pools)?;
+        let pools = self.pools(&batch.tensors)?;
+        let planned = planner.plan(batch, &pools)?;
         for coded in self.encode_planned(planned, &pools, &mut meter)? {
             let number = usize::MAX - pack.number as usize;
             let block = coded.block("small tensors", &self.name)?;

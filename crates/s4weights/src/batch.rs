@@ -6,7 +6,7 @@ use crate::write::TensorSource;
 
 /// Tensors with chunks of their own, to be written together: all in host memory, or all on devices.
 #[derive(Clone, Default)]
-pub(crate) struct Run<'a> {
+pub(crate) struct Batch<'a> {
     pub(crate) names: Vec<&'a str>,
     pub(crate) tensors: Vec<TensorValues<'a>>,
     pub(crate) groups: Vec<u8>,
@@ -16,7 +16,7 @@ pub(crate) struct Run<'a> {
     pub(crate) moments: Vec<Vec<Moment<'a>>>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> Batch<'a> {
     /// Adds a tensor. `parent` is the number of the parent's tensor that it may be a delta of.
     pub(crate) fn push(
         &mut self,
