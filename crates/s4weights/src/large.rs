@@ -245,7 +245,7 @@ impl Writer {
                 }
                 let coded: Vec<_> = numbers.iter().map(|&i| &registered[i]).zip(coded).collect();
                 let (closer, pool) = (&closer, pools.of(large.place(numbers[0]).is_some()));
-                if coded.len() > TOGETHER {
+                if pool.is_some() && coded.len() > TOGETHER {
                     closing = Some(spawn(scope, move || closer.close(coded, pool)));
                 } else {
                     self.add_closed(closer.close(coded, None)?)?;

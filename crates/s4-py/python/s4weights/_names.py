@@ -90,6 +90,9 @@ def walk_tensors(
         seen.add(id(obj))
         if isinstance(obj, torch.Tensor):
             yield from ((join(path, p) if p else path, t) for p, t in _parts(obj))
+            # Nearly all tensors lead to nothing else.
+            if type(obj) is torch.Tensor and not obj.__dict__:
+                continue
         children = [(join(path, k), v) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES]
         todo.extendleft(reversed(children))
 

@@ -88,16 +88,18 @@ def _hints(obj: object) -> dict[int, Hint]:
     import torch
 
     hints: dict[int, Hint] = {}
+    plain = (torch.Tensor, torch.nn.Parameter)
     with torch._C.DisableTorchFunctionSubclass():
         for path, tensor in walk_tensors(obj):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_strided(tensor):
-                require_storage(tensor, path)
             try:
-                key = tensor.untyped_storage()._cdata
-                if key not in hints:
-                    hints[key] = Hint(path, tensor.dtype, covering_shape(tensor))
+                key, shape = tensor.untyped_storage()._cdata, covering_shape(tensor)
             except Exception:  # A subclass without a storage: pickling knows what to do with it.
                 continue
+            # One that covers its storage lies within it.
+            if shape is None and type(tensor) in plain and is_strided(tensor):
+                require_storage(tensor, path)
+            if key not in hints:
+                hints[key] = Hint(path, tensor.dtype, shape)
     return hints
 
 
