@@ -40,7 +40,7 @@ pub trait Inputs<E>: Sync {
     }
 
     /// The first moment of a tensor, and the second if there is one, from which a difference may be predicted. They are
-    /// stored already. Empty if there are none.
+    /// planned before the tensor is, and stored before it is encoded. Empty if there are none.
     fn moments(&self, tensor: usize) -> &[Moment<'_>] {
         let _ = tensor;
         &[]

@@ -21,7 +21,7 @@ pub struct Moment<'a> {
     pub dtype: DType,
     /// Its values. If they changed since they were stored, chunks that need them are stored plain.
     pub values: Values<'a>,
-    /// The records of its chunks, which have the length that the engines give them.
+    /// The records of its chunks, which have the length that the engines give them. Planning does not look at them.
     pub records: &'a [ChunkRecord],
 }
 

@@ -5,7 +5,7 @@ use s4_engine::{Moment, TensorValues};
 use crate::write::TensorSource;
 
 /// Tensors with chunks of their own, to be written together: all in host memory, or all on devices.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub(crate) struct Batch<'a> {
     pub(crate) names: Vec<&'a str>,
     pub(crate) tensors: Vec<TensorValues<'a>>,
@@ -46,6 +46,6 @@ impl<'a> Batch<'a> {
 
     /// Whether the tensors are on devices.
     pub(crate) fn is_on_device(&self) -> bool {
-        self.tensors.iter().any(|t| t.values.memory().is_some())
+        self.tensors.first().is_some_and(|t| t.values.memory().is_some())
     }
 }

@@ -13,11 +13,10 @@ use crate::pipeline::Coded;
 use crate::write::Registered;
 use crate::writer::{Writer, needs_others};
 
-/// About how many tensors are closed in the time that a thread takes to start.
-pub(crate) const TOGETHER: usize = 64;
+/// Closing more tensors than this takes longer than starting a thread.
+pub(crate) const WORTH_A_THREAD: usize = 64;
 
 /// What closing needs besides tensors.
-#[derive(Clone)]
 pub(crate) struct Closer {
     /// Names the output in errors.
     pub(crate) target: String,
@@ -41,7 +40,7 @@ impl Closer {
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<Closed>> {
         let close = |(tensor, coded)| self.close_one(tensor, coded);
-        match pool.filter(|_| coded.len() > TOGETHER) {
+        match pool.filter(|_| coded.len() > WORTH_A_THREAD) {
             Some(pool) => pool.install(|| coded.into_par_iter().map(close).collect()),
             None => coded.into_iter().map(close).collect(),
         }

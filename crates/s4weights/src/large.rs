@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::iter;
 use std::ops::Range;
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 
 use rayon::prelude::*;
 #[cfg(feature = "cuda")]
@@ -16,7 +16,7 @@ use s4_format::limits::MAX_UPDATES;
 use s4_format::manifest::RoleKind;
 
 use crate::batch::Batch;
-use crate::close::TOGETHER;
+use crate::close::{Closed, WORTH_A_THREAD};
 use crate::copies::{self, Candidates, Original};
 use crate::error::Result;
 use crate::options::{Meter, thread_count};
@@ -240,22 +240,25 @@ impl Writer {
                     awaited.large -= 1;
                     awaited.tell();
                 }
-                if let Some(thread) = closing.take() {
-                    self.add_closed(join(thread)?)?;
-                }
+                self.add_from(closing.take())?;
                 let coded: Vec<_> = numbers.iter().map(|&i| &registered[i]).zip(coded).collect();
                 let (closer, pool) = (&closer, pools.of(large.place(numbers[0]).is_some()));
-                if pool.is_some() && coded.len() > TOGETHER {
+                if pool.is_some() && coded.len() > WORTH_A_THREAD {
                     closing = Some(spawn(scope, move || closer.close(coded, pool)));
                 } else {
                     self.add_closed(closer.close(coded, None)?)?;
                 }
             }
-            match closing {
-                Some(thread) => self.add_closed(join(thread)?),
-                None => Ok(()),
-            }
+            self.add_from(closing)
         })
+    }
+
+    /// Adds the tensors that a thread closes, if there is one.
+    fn add_from(
+        &mut self,
+        thread: Option<ScopedJoinHandle<'_, Result<Vec<Closed>>>>,
+    ) -> Result<()> {
+        thread.map_or(Ok(()), |thread| self.add_closed(join(thread)?))
     }
 
     /// For each tensor, the index of the tensor that it will be stored as a copy of.
@@ -528,7 +531,7 @@ mod tests {
 
     #[test]
     fn runs_on_the_host_are_whole_and_values_from_elsewhere_are_fetched_for_one_tensor_at_a_time() {
-        let (first, one) = ([(0, 1000)], |run| vec![(run, 1); 1000]);
+        let one = |run| vec![(run, 1); 1000];
         assert_eq!(lengths(1000, |_| None), [(0, 1000), (1, 1000), (2, 1000)]);
         // Only the moments are on a device.
         let found = lengths(1000, |i| (i < 1000).then_some(0));
@@ -539,7 +542,7 @@ mod tests {
         assert_eq!(found[3..], [one(1), one(2)].concat());
         // Only the weights are.
         let found = lengths(1000, |i| (i / 1000 == 1).then_some(0));
-        assert_eq!(found[..1], first);
+        assert_eq!(found[..1], [(0, 1000)]);
         assert_eq!(found[4..], one(2));
     }
 }
