@@ -11,6 +11,8 @@ use rayon::ThreadPool;
 #[cfg(target_os = "linux")]
 use super::mapped::Mapped;
 use super::temporary::Temporary;
+#[cfg(target_os = "linux")]
+use super::write_out::WriteOut;
 use super::{ReadAt, Sink};
 use crate::error::{Error, Result};
 
@@ -19,6 +21,8 @@ use crate::error::{Error, Result};
 pub(crate) struct FileSink {
     name: String,
     out: Out,
+    /// Bytes that the file has.
+    written: u64,
     /// Bytes of small writes, to be written with the next large one.
     small: Vec<u8>,
 }
@@ -33,43 +37,50 @@ enum Out {
         file: Temporary,
         path: PathBuf,
         #[cfg(target_os = "linux")]
-        mapped: Mapping,
+        way: Way,
     },
     /// A device or a pipe: nothing to rename.
     Direct(File),
 }
 
-/// Whether a file is written through a mapping.
+/// How a file is written.
 #[cfg(target_os = "linux")]
-enum Mapping {
+enum Way {
     /// Not decided yet: this many more bytes are written plainly first, since a small file is not
     /// worth finding out.
-    NotYet(usize),
-    /// No: one thread writes as fast as several, or others could truncate the file.
-    No,
-    Yes(Mapped),
+    Undecided(usize),
+    /// By one thread: several are no faster, or others could truncate the file.
+    Plain(WriteOut),
+    /// Through a mapping.
+    Mapped(Mapped),
 }
 
 #[cfg(target_os = "linux")]
-impl Mapping {
+impl Way {
     /// Bytes that are written plainly.
     const SMALL: usize = 8 << 20;
 
-    /// How to write the next `bytes` bytes, if not plainly.
-    fn of(&mut self, file: &Temporary, bytes: usize) -> Option<&mut Mapped> {
-        if let Self::NotYet(left) = self {
+    /// The mapping through which to write the next `bytes` bytes, if not plainly.
+    fn mapped(&mut self, file: &Temporary, bytes: usize) -> Option<&mut Mapped> {
+        if let Self::Undecided(left) = self {
             *self = match left.checked_sub(bytes) {
-                Some(left) => Self::NotYet(left),
+                Some(left) => Self::Undecided(left),
                 // Mapped memory is lost when somebody else truncates the file, so nobody else may
                 // be able to open it.
-                None if file.is_unnamed() => Mapped::of(file.as_file()).map_or(Self::No, Self::Yes),
-                None => Self::No,
+                None if file.is_unnamed() => {
+                    Mapped::of(file.as_file()).map_or_else(Self::plain, Self::Mapped)
+                }
+                None => Self::plain(),
             };
         }
         match self {
-            Self::Yes(mapped) => Some(mapped),
+            Self::Mapped(mapped) => Some(mapped),
             _ => None,
         }
+    }
+
+    fn plain() -> Self {
+        Self::Plain(WriteOut::default())
     }
 }
 
@@ -111,7 +122,7 @@ impl FileSink {
         }
         if existing.as_ref().is_some_and(|m| !m.is_file()) {
             let file = File::options().write(true).open(&path).map_err(|e| fail("create", e))?;
-            return Ok(Self { out: Out::Direct(file), name, small: vec![] });
+            return Ok(Self { out: Out::Direct(file), name, written: 0, small: vec![] });
         }
         // Refuses a file that may not be written: renaming over it would succeed.
         if let Some(meta) = &existing {
@@ -124,11 +135,11 @@ impl FileSink {
         let file = file.map_err(|e| fail("create", e))?;
         let out = Out::Temporary {
             #[cfg(target_os = "linux")]
-            mapped: Mapping::NotYet(Mapping::SMALL),
+            way: Way::Undecided(Way::SMALL),
             file,
             path,
         };
-        Ok(Self { out, name, small: vec![] })
+        Ok(Self { out, name, written: 0, small: vec![] })
     }
 
     /// Writes what was collected, and then `bytes`.
@@ -136,18 +147,23 @@ impl FileSink {
         let len = self.small.len() + bytes.len();
         let wrote = match &mut self.out {
             #[cfg(target_os = "linux")]
-            Out::Temporary { file, mapped, .. } => match mapped.of(file, len) {
+            Out::Temporary { file, way, .. } => match way.mapped(file, len) {
                 Some(mapped) => {
                     let file = file.as_file_mut();
                     mapped.append(file, &self.small).and_then(|()| mapped.append(file, bytes))
                 }
-                None => write_both(file.as_file_mut(), &self.small, bytes),
+                None => write_both(file.as_file_mut(), &self.small, bytes).map(|()| {
+                    if let Way::Plain(write_out) = way {
+                        write_out.filled(file.as_file(), self.written + len as u64);
+                    }
+                }),
             },
             #[cfg(not(target_os = "linux"))]
             Out::Temporary { file, .. } => write_both(file.as_file_mut(), &self.small, bytes),
             Out::Direct(file) => write_both(file, &self.small, bytes),
         };
         self.small.clear();
+        self.written += len as u64;
         wrote.map_err(|e| Error::io(&self.name, "write", e))
     }
 
@@ -156,15 +172,16 @@ impl FileSink {
     pub(super) fn write_by(&mut self, pool: &ThreadPool, parts: &[&[u8]]) -> Result<()> {
         self.send(&[])?;
         let len = parts.iter().map(|part| part.len()).sum();
-        if let Out::Temporary { file, mapped, .. } = &mut self.out
-            && let Some(by) = mapped.of(file, usize::MAX).filter(|m| m.suits(pool, len))
+        if let Out::Temporary { file, way, .. } = &mut self.out
+            && let Some(by) = way.mapped(file, usize::MAX).filter(|m| m.suits(pool, len))
         {
             let fail = |e| Error::io(&self.name, "write", e);
             by.end(file.as_file_mut()).map_err(fail)?;
             if by.write(file.as_file_mut(), pool, parts).map_err(fail)? {
+                self.written += len as u64;
                 return Ok(());
             }
-            *mapped = Mapping::No;
+            *way = Way::plain();
         }
         parts.iter().try_for_each(|part| self.write(part))
     }
@@ -214,9 +231,14 @@ impl Sink for FileSink {
                 other => other.map_err(|e| fail("sync", e)),
             },
             #[cfg(target_os = "linux")]
-            Out::Temporary { mut file, path, mapped } => {
-                if let Mapping::Yes(mut mapped) = mapped {
-                    mapped.end(file.as_file_mut()).map_err(|e| fail("write", e))?;
+            Out::Temporary { mut file, path, way } => {
+                match way {
+                    Way::Mapped(mut mapped) => {
+                        mapped.end(file.as_file_mut()).map_err(|e| fail("write", e))?;
+                    }
+                    // A sync writes the rest.
+                    Way::Plain(write_out) => drop(write_out),
+                    Way::Undecided(_) => {}
                 }
                 commit(file, &path, fail)
             }

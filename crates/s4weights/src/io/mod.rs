@@ -10,6 +10,8 @@ mod object;
 mod region;
 mod tail;
 mod temporary;
+#[cfg(target_os = "linux")]
+mod write_out;
 
 use std::io::Write;
 use std::ops::Range;
