@@ -85,7 +85,9 @@ pub use id::{CheckpointId, Ids, InvalidId, TimeIds, WriteId};
 pub use layout::{MAX_RANK_OBJECTS, MAX_RANKS, Parts};
 pub use lease::Holder;
 pub use manifest::{MAX_MANIFEST, MAX_OBJECT, Manifest, ObjectInfo};
-pub use options::{CrashPoints, ProbeLimits, PutFiles, Retry, StoreOptions, Writers};
+pub use options::{
+    CrashPoints, ProbeLimits, PutFiles, Retry, StoreOptions, Writers, upload_memory,
+};
 pub use place::Place;
 pub use probe::ProbeReport;
 pub use reading::Reading;

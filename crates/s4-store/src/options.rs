@@ -119,12 +119,29 @@ pub trait PutFiles: std::fmt::Debug + Send + Sync {
     fn put(&self, path: &Path, parts: &PutPayload) -> io::Result<bool>;
 }
 
+/// Most bytes that are uploaded at once unless told otherwise: a connection to an object store transfers some
+/// 100 MB/s, so a fast network needs many. 1 GiB, or an eighth of the machine's memory if that is less.
+#[must_use]
+pub fn upload_memory() -> usize {
+    const MOST: usize = 1 << 30;
+    #[cfg(target_os = "linux")]
+    {
+        let machine = rustix::system::sysinfo();
+        // The fields' types differ between machines.
+        let bytes = (machine.totalram as u64).saturating_mul(u64::from(machine.mem_unit));
+        usize::try_from(bytes / 8).map_or(MOST, |share| share.min(MOST))
+    }
+    #[cfg(not(target_os = "linux"))]
+    MOST
+}
+
 /// Options of an open store.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
     /// When failed requests are retried.
     pub retry: Retry,
-    /// Most bytes of objects in flight at once, which bounds the memory that a slow link ties up.
+    /// Most bytes of objects in flight at once, which bounds the memory that a slow link ties up; 256 MiB at most
+    /// to a folder. By default [`upload_memory`].
     pub upload_memory: usize,
     /// Most requests in flight at once, for reads and look-ups.
     pub concurrency: usize,
@@ -149,7 +166,7 @@ impl Default for StoreOptions {
     fn default() -> Self {
         Self {
             retry: Retry::default(),
-            upload_memory: 256 << 20,
+            upload_memory: upload_memory(),
             concurrency: 16,
             bandwidth: None,
             writers: Writers::default(),

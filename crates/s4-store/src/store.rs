@@ -573,9 +573,14 @@ impl Inner {
     }
 }
 
+/// Most bytes of objects that are written to a folder at once: more files at once are not faster.
+const FOLDER_MEMORY: usize = 256 << 20;
+
 fn make_io(there: &Connected, options: &StoreOptions) -> Io {
     let store = Arc::clone(&there.store);
-    Io::new(store, options.retry.clone(), options.upload_memory, options.bandwidth)
+    let most = if there.folder.is_some() { FOLDER_MEMORY } else { usize::MAX };
+    let memory = options.upload_memory.min(most);
+    Io::new(store, options.retry.clone(), memory, options.bandwidth)
         .in_folder(there.folder.clone())
         .with_files(options.files.clone())
 }

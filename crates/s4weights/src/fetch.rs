@@ -17,8 +17,8 @@ use crate::parallel::{lock, pool, worth};
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
 
-/// Requests in flight at once where answers are slow.
-const REMOTE_REQUESTS: usize = 8;
+/// Fewest threads where answers are slow, each with one request in flight.
+const REMOTE_REQUESTS: usize = 32;
 
 /// Most bytes of a request where requests are cheap: what it reads is then still in a core's cache
 /// when it is decoded.
@@ -340,16 +340,20 @@ impl Reader {
         )
     }
 
+    /// The most threads that read.
+    pub(crate) fn threads(&self) -> usize {
+        let threads = thread_count(self.options.threads);
+        if self.any_remote() { threads.max(REMOTE_REQUESTS) } else { threads }
+    }
+
     /// As many threads as the work is worth.
     fn threads_for(&self, spans: &[Span<Job<'_>>]) -> usize {
-        let threads = thread_count(self.options.threads);
-        let threads = if self.any_remote() {
-            threads.max(REMOTE_REQUESTS)
-        } else {
+        let mut threads = self.threads();
+        if !self.any_remote() {
             let values = |span: &Span<Job<'_>>| span.jobs.iter().map(Job::value_work).sum::<u64>();
             let work: u64 = spans.iter().map(|span| span.bytes() as u64 + values(span)).sum();
-            worth(threads, work / THREAD_BYTES)
-        };
+            threads = worth(threads, work / THREAD_BYTES);
+        }
         threads.min(spans.len())
     }
 

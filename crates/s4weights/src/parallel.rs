@@ -8,10 +8,17 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::options::thread_count;
 
 /// As many of `threads` threads as there is work for, at least one.
 pub(crate) fn worth(threads: usize, work: u64) -> usize {
     threads.min(usize::try_from(work).unwrap_or(usize::MAX)).max(1)
+}
+
+/// Threads that the requests of a file or a store run on. Most of the time they wait, but they encrypt and sign
+/// what is uploaded.
+pub(crate) fn request_threads() -> usize {
+    (thread_count(None) / 4).clamp(2, 8)
 }
 
 /// A pool of `threads` threads; `None` for one, since the caller's own thread does the work. An

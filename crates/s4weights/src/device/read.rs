@@ -10,7 +10,8 @@ use super::chain::{Chain, Step, Wanted};
 use crate::error::{At, Error, Result};
 use crate::fetch::Want;
 use crate::inputs::Failure;
-use crate::options::{Meter, thread_count};
+use crate::io::LOCAL_REQUEST;
+use crate::options::Meter;
 use crate::parallel::pool;
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
@@ -154,7 +155,7 @@ impl Reader {
     }
 
     fn calls<'a>(&self, steps: impl Iterator<Item = Step<'a>>) -> Result<Vec<Call<'a>>> {
-        let pool = pool(thread_count(self.options.threads))?.map(Arc::new);
+        let pool = pool(self.threads())?.map(Arc::new);
         let mut base = 0;
         let call = |Step { reader, wanted }: Step<'a>| {
             let hosts: Vec<_> = wanted.iter().map(|w| reader.host(w.tensor)).collect();
@@ -293,7 +294,12 @@ impl Call<'_> {
         let loads = self.loads(spans, decoder.room());
         let (batches, loads): (Vec<_>, Vec<_>) = loads.into_iter().unzip();
         let read = |load: usize, at: usize, part: &mut [u8]| loads[load].read(self, at, part);
-        let request = self.reader.request_size();
+        let mut request = self.reader.request_size();
+        if self.reader.any_remote() {
+            // Two batches are filled at once.
+            let share = (2 * decoder.room()).div_ceil(self.reader.threads());
+            request = share.clamp(LOCAL_REQUEST, request.max(LOCAL_REQUEST));
+        }
         decoder.push_all::<Failure>(self.pool.as_deref(), batches, request, read, |load| {
             Ok(meter.add(loads[load].counted)?)
         })

@@ -9,13 +9,14 @@ use object_store::path::Path;
 use object_store::{
     MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMultipartOptions, PutPayload,
 };
-use s4_store::{Failure, Retrier, Retry};
+use s4_store::{Failure, Retrier, Retry, upload_memory};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
 use super::{REMOTE_REQUEST, ReadAt, Sink};
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::parallel::request_threads;
 
 /// Bytes of a part: larger files are uploaded in parts. 10,000 parts are what S3 allows.
 const PART: usize = 32 << 20;
@@ -28,10 +29,6 @@ const EQUAL_PARTS: usize = 5_000;
 /// the 5 TiB that an object of S3 may have.
 const DOUBLING: usize = 250;
 const LARGEST_PART: usize = 40 * PART;
-/// Parts in flight at once: with the one being filled, what an upload holds in memory.
-const IN_FLIGHT: usize = 3;
-/// Most bytes of parts in flight, unless one part alone is larger.
-const BYTES_IN_FLIGHT: usize = 16 * PART;
 
 /// Bytes of a part, counted from 0.
 fn part_size(number: usize) -> usize {
@@ -41,9 +38,9 @@ fn part_size(number: usize) -> usize {
     }
 }
 
-/// How many parts of a size may be in flight at once.
-fn parts_in_flight(size: usize) -> usize {
-    (BYTES_IN_FLIGHT / size).clamp(1, IN_FLIGHT)
+/// How many parts of a size may be in flight at once, with this memory. One more is being filled.
+fn parts_in_flight(size: usize, memory: usize) -> usize {
+    (memory / size).max(1)
 }
 /// How long aborting an upload may take, and how long if the caller has stopped the work.
 const ABORT: Duration = Duration::from_secs(10);
@@ -56,7 +53,7 @@ struct Threads(Option<Runtime>);
 impl Threads {
     fn start(target: &str) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
+            .worker_threads(request_threads())
             .thread_name("s4weights-io")
             .enable_all()
             .build();
@@ -102,6 +99,8 @@ pub(super) struct UploadSink {
     parts: usize,
     len: u64,
     in_flight: VecDeque<Part>,
+    /// Most bytes of parts in flight, unless one part alone is larger.
+    memory: usize,
     retrier: Retrier,
     deadline: Duration,
     // Last, so that everything above is dropped while it still runs.
@@ -125,6 +124,7 @@ impl UploadSink {
             parts: 0,
             len: 0,
             in_flight: VecDeque::new(),
+            memory: upload_memory(),
             deadline: retry.deadline,
             retrier: Retrier::new(retry),
             threads: Threads::start(name)?,
@@ -172,7 +172,7 @@ impl UploadSink {
                 self.name
             )));
         }
-        self.wait_for(parts_in_flight(part_size(self.parts)) - 1)?;
+        self.wait_for(parts_in_flight(part_size(self.parts), self.memory) - 1)?;
         if self.upload.is_none() {
             self.begin()?;
         }
@@ -352,8 +352,9 @@ mod tests {
         for size in sizes {
             // S3 takes parts of up to 5 GiB.
             assert!(size as u64 <= 5 << 30);
-            assert!((1 + parts_in_flight(size)) * size <= 2 * LARGEST_PART, "{size}");
+            assert!((1 + parts_in_flight(size, 1 << 30)) * size <= 2 * LARGEST_PART, "{size}");
         }
-        assert_eq!(parts_in_flight(PART), IN_FLIGHT);
+        let in_flight = [PART, 2 * PART, LARGEST_PART].map(|size| parts_in_flight(size, 16 * PART));
+        assert_eq!(in_flight, [16, 8, 1]);
     }
 }

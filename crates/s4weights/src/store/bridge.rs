@@ -18,13 +18,10 @@ use crate::error::{Error, Result};
 use crate::interrupt::{self, POLL};
 use crate::objects::{DataObject, ObjectSink};
 use crate::options::{Progress, ProgressFn};
-use crate::parallel::lock;
+use crate::parallel::{lock, request_threads};
 
 /// How long a commit or a clean-up may still take after the caller cancelled.
 const GRACE: Duration = Duration::from_millis(400);
-
-/// Threads that requests run on. Most of the time they wait.
-const WORKERS: usize = 2;
 
 /// Runs requests for threads that wait for them. Clones share the threads, which end with the last.
 #[derive(Clone)]
@@ -47,7 +44,7 @@ impl Drop for Owned {
 impl Bridge {
     pub(crate) fn new(target: &str) -> Result<Self> {
         let runtime = Builder::new_multi_thread()
-            .worker_threads(WORKERS)
+            .worker_threads(request_threads())
             .thread_name("s4weights-store")
             .enable_all()
             .build()
