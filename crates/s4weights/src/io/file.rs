@@ -21,8 +21,6 @@ use crate::error::{Error, Result};
 pub(crate) struct FileSink {
     name: String,
     out: Out,
-    /// Bytes that the file has.
-    written: u64,
     /// Bytes of small writes, to be written with the next large one.
     small: Vec<u8>,
 }
@@ -63,24 +61,22 @@ impl Way {
     /// The mapping through which to write the next `bytes` bytes, if not plainly.
     fn mapped(&mut self, file: &Temporary, bytes: usize) -> Option<&mut Mapped> {
         if let Self::Undecided(left) = self {
+            let written = Self::SMALL - *left;
             *self = match left.checked_sub(bytes) {
                 Some(left) => Self::Undecided(left),
-                // Mapped memory is lost when somebody else truncates the file, so nobody else may
-                // be able to open it.
-                None if file.is_unnamed() => {
-                    Mapped::of(file.as_file()).map_or_else(Self::plain, Self::Mapped)
+                None => {
+                    // Mapped memory is lost when somebody else truncates the file, so nobody else may
+                    // be able to open it.
+                    let unnamed = file.is_unnamed().then(|| file.as_file());
+                    let mapped = unnamed.and_then(Mapped::of);
+                    mapped.map_or_else(|| Self::Plain(WriteOut::after(written)), Self::Mapped)
                 }
-                None => Self::plain(),
             };
         }
         match self {
             Self::Mapped(mapped) => Some(mapped),
             _ => None,
         }
-    }
-
-    fn plain() -> Self {
-        Self::Plain(WriteOut::default())
     }
 }
 
@@ -122,7 +118,7 @@ impl FileSink {
         }
         if existing.as_ref().is_some_and(|m| !m.is_file()) {
             let file = File::options().write(true).open(&path).map_err(|e| fail("create", e))?;
-            return Ok(Self { out: Out::Direct(file), name, written: 0, small: vec![] });
+            return Ok(Self { out: Out::Direct(file), name, small: vec![] });
         }
         // Refuses a file that may not be written: renaming over it would succeed.
         if let Some(meta) = &existing {
@@ -139,7 +135,7 @@ impl FileSink {
             file,
             path,
         };
-        Ok(Self { out, name, written: 0, small: vec![] })
+        Ok(Self { out, name, small: vec![] })
     }
 
     /// Writes what was collected, and then `bytes`.
@@ -154,7 +150,7 @@ impl FileSink {
                 }
                 None => write_both(file.as_file_mut(), &self.small, bytes).map(|()| {
                     if let Way::Plain(write_out) = way {
-                        write_out.filled(file.as_file(), self.written + len as u64);
+                        write_out.wrote(file.as_file(), len);
                     }
                 }),
             },
@@ -163,7 +159,6 @@ impl FileSink {
             Out::Direct(file) => write_both(file, &self.small, bytes),
         };
         self.small.clear();
-        self.written += len as u64;
         wrote.map_err(|e| Error::io(&self.name, "write", e))
     }
 
@@ -178,10 +173,9 @@ impl FileSink {
             let fail = |e| Error::io(&self.name, "write", e);
             by.end(file.as_file_mut()).map_err(fail)?;
             if by.write(file.as_file_mut(), pool, parts).map_err(fail)? {
-                self.written += len as u64;
                 return Ok(());
             }
-            *way = Way::plain();
+            *way = Way::Plain(WriteOut::default());
         }
         parts.iter().try_for_each(|part| self.write(part))
     }

@@ -20,7 +20,11 @@ const LEAST: u64 = 2 * STEP;
 /// Passes the pages of a file that is written from start to end to the disk, until it is dropped. A
 /// thread of its own does that, because the system makes it wait while the disk has enough to do.
 #[derive(Default)]
-pub(super) struct WriteOut(Option<Running>);
+pub(super) struct WriteOut {
+    /// Bytes that the file has.
+    filled: u64,
+    running: Option<Running>,
+}
 
 struct Running {
     shared: Arc<Shared>,
@@ -41,17 +45,23 @@ struct State {
 }
 
 impl WriteOut {
-    /// The file has this many bytes now.
-    pub(super) fn filled(&mut self, file: &File, bytes: u64) {
-        if self.0.is_none() && bytes >= LEAST {
+    /// For a file that has this many bytes.
+    pub(super) fn after(bytes: usize) -> Self {
+        Self { filled: bytes as u64, running: None }
+    }
+
+    /// The file has this many bytes more.
+    pub(super) fn wrote(&mut self, file: &File, bytes: usize) {
+        self.filled += bytes as u64;
+        if self.running.is_none() && self.filled >= LEAST {
             // Without the thread, the sync at the end takes longer.
             let started = file
                 .try_clone()
                 .and_then(|file| Running::start(move |at| start_writing(&file, at)));
-            self.0 = started.ok();
+            self.running = started.ok();
         }
-        if let Some(running) = &self.0 {
-            running.shared.change(|state| state.filled = bytes);
+        if let Some(running) = &self.running {
+            running.shared.change(|state| state.filled = self.filled);
         }
     }
 }
@@ -170,10 +180,10 @@ mod tests {
         start_writing(&file, 0).unwrap();
         start_writing(&file, 2 * STEP).unwrap();
         assert!(start_writing(&file, u64::MAX).is_err());
-        let mut write_out = WriteOut::default();
-        write_out.filled(&file, LEAST - 1);
-        assert!(write_out.0.is_none());
-        write_out.filled(&file, LEAST);
-        assert!(write_out.0.is_some());
+        let mut write_out = WriteOut::after(5);
+        write_out.wrote(&file, LEAST as usize - 6);
+        assert!(write_out.running.is_none());
+        write_out.wrote(&file, 1);
+        assert!(write_out.running.is_some());
     }
 }
