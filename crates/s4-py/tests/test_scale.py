@@ -17,14 +17,15 @@ import s4weights
 from compare import assert_identical
 
 
-def best(work: Any, times: int = 5) -> float:
-    """Seconds of the fastest of some runs: other processes only ever add."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def fastest(*calls: Any, rounds: int = 8) -> list[float]:
+    """Seconds of the fastest run of each call. They take turns: other processes only ever add, to all alike."""
+    seconds = [float("inf")] * len(calls)
+    for _ in range(rounds):
+        for i, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            seconds[i] = min(seconds[i], time.perf_counter() - start)
+    return seconds
 
 
 @pytest.mark.parametrize("form", ["tree", "pickle"])
@@ -37,10 +38,10 @@ def test_ten_thousand_small_tensors(form: str, tmp_path: Path) -> None:
     if form == "pickle":
         obj["other"] = range(2)
     ours, theirs = tmp_path / "a.s4w", tmp_path / "a.pt"
-    save = best(lambda: s4weights.save(obj, ours)), best(lambda: torch.save(obj, theirs))
-    load = (
-        best(lambda: s4weights.load(ours, weights_only=False)),
-        best(lambda: torch.load(theirs, weights_only=False)),
+    save = fastest(lambda: s4weights.save(obj, ours), lambda: torch.save(obj, theirs))
+    load = fastest(
+        lambda: s4weights.load(ours, weights_only=False),
+        lambda: torch.load(theirs, weights_only=False),
     )
     sizes = ours.stat().st_size, theirs.stat().st_size
     print(f"{form}: save {save}, load {load} s, size {sizes}")
