@@ -297,7 +297,7 @@ impl Call<'_> {
         let mut request = self.reader.request_size();
         if self.reader.any_remote() {
             // Two batches are filled at once.
-            let share = (2 * decoder.room()).div_ceil(self.reader.threads());
+            let share = decoder.room().saturating_mul(2).div_ceil(self.reader.threads());
             request = share.clamp(LOCAL_REQUEST, request.max(LOCAL_REQUEST));
         }
         decoder.push_all::<Failure>(self.pool.as_deref(), batches, request, read, |load| {
