@@ -1,9 +1,9 @@
 //! The time to plan a tensor, beside the time to encode it.
 //!
-//! `planning --data DIR [--kib N,N,...]`: takes the weights, first and second moments of each pair of
+//! `planning --data DIR [--kib N,N,...] [--preset NAME]`: takes the weights, first and second moments of each pair of
 //! `NAME_s0.safetensors` and `NAME_s1.safetensors`, and makes a tensor of N KiB of each (512, 1,024 and 16,384 by
-//! default). One thread, preset `balanced`; as a base, as a delta, and as a delta whose plan was chosen before
-//! ("again"). Also as a base and as a delta for which the plan of a similar tensor is tried and holds ("alike").
+//! default). One thread, preset `balanced` by default; as a base, as a delta, and as a delta whose plan was chosen
+//! before ("again"). Also as a base and as a delta for which the plan of a similar tensor is tried and holds ("alike").
 
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
@@ -30,7 +30,8 @@ const KINDS: [(&str, &str); 3] = [
 ];
 
 fn main() -> Outcome<()> {
-    let (mut data, mut sizes) = (None, vec![512, 1024, 16384]);
+    const USAGE: &str = "usage: planning --data DIR [--kib N,N,...] [--preset NAME]";
+    let (mut data, mut sizes, mut preset) = (None, vec![512, 1024, 16384], Preset::Balanced);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match (argument.as_str(), arguments.next()) {
@@ -38,11 +39,12 @@ fn main() -> Outcome<()> {
             ("--kib", Some(list)) => {
                 sizes = list.split(',').map(str::parse).collect::<Result<_, _>>()?;
             }
-            _ => return Err("usage: planning --data DIR [--kib N,N,...]".into()),
+            ("--preset", Some(name)) => preset = name.parse()?,
+            _ => return Err(USAGE.into()),
         }
     }
-    let data = data.ok_or("usage: planning --data DIR [--kib N,N,...]")?;
-    println!("milliseconds a tensor, one thread: planned + encoded");
+    let data = data.ok_or(USAGE)?;
+    println!("preset `{}`, milliseconds a tensor, one thread: planned + encoded", preset.name());
     let columns = ["base", "delta", "delta again", "base, alike", "delta, alike"];
     println!("{:42} {}", "", columns.map(|column| format!("{column:>18}")).join(" "));
     for entry in std::fs::read_dir(&data)? {
@@ -51,7 +53,7 @@ fn main() -> Outcome<()> {
         let Some(name) = stem.strip_suffix("_s0") else { continue };
         let next = data.join(format!("{name}_s1.safetensors"));
         for kib in &sizes {
-            measure(name, (&path, &next), kib << 10)?;
+            measure(preset, name, (&path, &next), kib << 10)?;
         }
     }
     Ok(())
@@ -72,7 +74,12 @@ fn tensor_of(state: &State, prefix: &str, bytes: usize) -> Outcome<(DType, Vec<u
     Ok((dtype, values.into_iter().cycle().take(bytes).collect()))
 }
 
-fn measure(name: &str, (before, after): (&Path, &Path), bytes: usize) -> Outcome<()> {
+fn measure(
+    preset: Preset,
+    name: &str,
+    (before, after): (&Path, &Path),
+    bytes: usize,
+) -> Outcome<()> {
     let (before, after) = (State::read(before)?, State::read(after)?);
     let engine = CpuEngine::new(Simd::detect());
     let mut moments = vec![];
@@ -98,7 +105,7 @@ fn measure(name: &str, (before, after): (&Path, &Path), bytes: usize) -> Outcome
         };
         let inputs = [&parent[..]].into_iter().chain(moments.iter().map(|(_, data)| &data[..]));
         let inputs: Vec<_> = inputs.collect();
-        let base = PlanJob::new(Preset::Balanced, &view);
+        let base = PlanJob::new(preset, &view);
         let delta = PlanJob { parent: Some(&sample), ..base };
         print!("{:42}", format!("{name}, {} KiB, {kind}", bytes >> 10));
         let show = |job| {

@@ -5,6 +5,8 @@ use s4_format::layout::MAX_PLANES;
 use s4_format::{Error, LayoutId, Result};
 use s4_planes::Width;
 
+use crate::planner::Counted;
+
 /// Buffers for the planes of one chunk, and memory that codecs reuse. They grow to what a chunk
 /// needs and are kept.
 #[derive(Debug, Default)]
@@ -31,6 +33,8 @@ pub struct Scratch {
     pub(crate) work: Workspace,
     /// Bytes of the second plane of layout `token`.
     pub(crate) token_bits: usize,
+    /// What the planner counted.
+    pub(crate) counted: Counted,
 }
 
 impl Scratch {

@@ -12,6 +12,8 @@ use crate::DeviceMemory;
 const DESCRIPTOR: usize = size_of::<CopyRows>();
 /// Slots that batches take turns in: one is copied while the previous one is handed on.
 pub(super) const SLOTS: usize = 2;
+/// The first batch takes this part of a slot: while it is copied, nothing is handed on.
+const FIRST: u64 = 8;
 
 /// Ranges of bytes of a device's memory, fetched one after the other: at most 2 MiB in all.
 #[derive(Debug, Clone)]
@@ -153,20 +155,22 @@ pub(super) fn run<E: From<CudaError>>(
     };
     let mut batch = Batch::default();
     let mut before = None;
+    let mut most = sizes.frames / FIRST;
     for (number, rows) in items.iter().enumerate() {
         let bytes: u64 = rows.iter().map(Rows::bytes).sum();
         let more = rows.iter().map(Rows::descriptors).sum::<u64>();
-        let room = |batch: &Batch| {
-            let most = batch.rows.iter().map(Vec::len).max().unwrap_or(0) as u64;
-            batch.bytes + bytes <= sizes.frames && (most + more) * DESCRIPTOR as u64 <= sizes.meta
+        let room = |batch: &Batch, most: u64| {
+            let rows = batch.rows.iter().map(Vec::len).max().unwrap_or(0) as u64;
+            batch.bytes + bytes <= most && (rows + more) * DESCRIPTOR as u64 <= sizes.meta
         };
-        if !room(&batch) {
+        if !room(&batch, most) && !batch.items.is_empty() {
             let next = Batch { slot: (batch.slot + 1) % SLOTS, ..Batch::default() };
             let full = std::mem::replace(&mut batch, next);
             start(sessions, &full)?;
             hand_on(sessions, before.replace(full), &mut sink)?;
+            most = sizes.frames;
         }
-        if !room(&batch) {
+        if !room(&batch, sizes.frames) {
             let (what, budget) = ("an item to be fetched", sizes.frames);
             return Err(CudaError::from(GpuError::Budget { what, needed: bytes, budget }).into());
         }

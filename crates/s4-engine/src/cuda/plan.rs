@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::OnceLock;
 
 use rayon::ThreadPool;
 use s4_codec_gpu::GpuError;
@@ -32,6 +33,9 @@ struct Waiting {
     bytes: Vec<u8>,
 }
 
+/// The plan of a tensor, once it is made.
+type Planned = OnceLock<s4_format::Result<TensorPlan>>;
+
 /// The tensors to plan, and what planning needs.
 struct Given<'a, E> {
     preset: Preset,
@@ -57,11 +61,13 @@ impl CudaEngine {
         let given = Given { preset, tensors, inputs, pool, sessions: &sessions };
         let all = (0..tensors.len()).map(|tensor| (tensor, None)).collect();
         let samples = sample_rows(&given, all)?;
-        let mut plans: Vec<Option<TensorPlan>> = tensors.iter().map(|_| None).collect();
+        let plans: Vec<Planned> = tensors.iter().map(|_| Planned::new()).collect();
         let mut waiting = vec![];
+        let looks = planner::makes_offsets(preset) || inputs.keeps_samples();
         fetch::run::<E>(&sessions, &samples, |batch| {
             let mut grids: Vec<_> = batch.iter().map(|item| (*item, None)).collect();
-            each(pool, &mut grids, |((tensor, bytes), grid)| {
+            let looked_at = if looks { &mut grids[..] } else { &mut [] };
+            each(pool, looked_at, |((tensor, bytes), grid)| {
                 let Fetched { alone, probes, .. } = split(&given, *tensor, bytes);
                 let sample = if inputs.parent(*tensor).is_some() { probes } else { alone };
                 *grid = self.host.cpu.wants_offsets(&about(&given, *tensor), sample);
@@ -78,12 +84,14 @@ impl CudaEngine {
                     None => now.push((tensor, None, sample)),
                 }
             }
-            self.plan_fetched(&given, now, &mut plans)
+            self.plan_fetched(&given, now, &plans)
         })?;
-        self.plan_waiting(&given, waiting, &mut plans)?;
-        let none = |tensor| TensorError { tensor, source: Error::corrupt("no plan was made") };
-        let planned = plans.into_iter().enumerate();
-        let all = planned.map(|(i, plan)| plan.ok_or_else(|| CudaError::from(none(i)).into()));
+        self.plan_waiting(&given, waiting, &plans)?;
+        let none = || Err(Error::corrupt("no plan was made"));
+        let all = plans.into_iter().enumerate().map(|(tensor, plan)| {
+            let plan = plan.into_inner().unwrap_or_else(none);
+            plan.map_err(|source| CudaError::from(TensorError { tensor, source }).into())
+        });
         all.collect()
     }
 
@@ -92,24 +100,20 @@ impl CudaEngine {
         &self,
         given: &Given<'_, E>,
         fetched: Vec<(usize, Option<Grid>, &[u8])>,
-        plans: &mut [Option<TensorPlan>],
+        plans: &[Planned],
     ) -> Result<(), E> {
         let Given { preset, inputs, pool, .. } = *given;
         let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
         let parents = inputs.samples(&numbers)?;
         let parents = parents.into_iter().zip(planner::expected(preset, inputs, &numbers, pool)?);
-        let mut work: Vec<_> = fetched.into_iter().zip(parents).map(|w| (w, None)).collect();
-        each(pool, &mut work, |(((tensor, grid, bytes), (parent, expected)), plan)| {
+        let mut work: Vec<_> = fetched.into_iter().zip(parents).collect();
+        each(pool, &mut work, |((tensor, grid, bytes), (parent, expected))| {
             let (tensor, fetched) = (*tensor, (*bytes, grid.as_ref()));
             let parent = (&parent[..], expected.as_deref());
             let idle = &self.host.cpu.idle;
-            let planned =
-                idle.with(|scratch| self.plan_sample(given, tensor, fetched, parent, scratch));
-            *plan = Some(planned.map_err(|source| TensorError { tensor, source }));
+            let plan = |scratch: &mut _| self.plan_sample(given, tensor, fetched, parent, scratch);
+            plans[tensor].get_or_init(|| idle.with(plan));
         });
-        for (((tensor, ..), _), plan) in work {
-            plans[tensor] = plan.transpose().map_err(CudaError::from)?;
-        }
         Ok(())
     }
 
@@ -118,7 +122,7 @@ impl CudaEngine {
         &self,
         given: &Given<'_, E>,
         mut waiting: Vec<Waiting>,
-        plans: &mut [Option<TensorPlan>],
+        plans: &[Planned],
     ) -> Result<(), E> {
         let sessions = given.sessions;
         let room = sessions.iter().map(fetch::room).min().unwrap_or_default();
@@ -165,7 +169,7 @@ impl CudaEngine {
         &self,
         given: &Given<'_, E>,
         fetched: Vec<Waiting>,
-        plans: &mut [Option<TensorPlan>],
+        plans: &[Planned],
     ) -> Result<(), E> {
         let fetched = fetched.iter().map(|w| (w.tensor, Some(w.grid), &w.bytes[..]));
         self.plan_fetched(given, fetched.collect(), plans)
@@ -186,6 +190,7 @@ impl CudaEngine {
         if given.preset == Preset::Nvcomp {
             return Ok(planner::nvcomp(dtype));
         }
+        scratch.counted.clear();
         let Fetched { alone, probes, moments, grid: values } = split(given, tensor, bytes);
         let offsets = match grid {
             Some(grid) => Some(cpu.fit(&about, grid, values)?),
@@ -211,7 +216,7 @@ impl CudaEngine {
         let moments = &moments.collect::<Vec<_>>()[..];
         let parent = ParentSample { manifest, tensor: number, values: parent, expected, moments };
         let probes = Sample::fetched(planner::parent_probes(dtype, values), probes);
-        cpu.plan_difference(&about, probes, &parent, offsets, scratch, &alone)
+        cpu.plan_difference(&about, &probes, &parent, offsets, scratch, &alone)
     }
 }
 

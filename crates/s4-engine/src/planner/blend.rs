@@ -38,7 +38,7 @@ impl CpuEngine {
     pub(super) fn blend(
         &self,
         about: &TensorFacts<'_>,
-        sample: &Sample,
+        sample: &Sample<'_>,
         parent: &ParentSample<'_>,
         offsets: &[u8],
         scratch: &mut Scratch,
@@ -62,7 +62,7 @@ impl CpuEngine {
 /// By how much the magnitudes of some of the sample's values exceed the expected ones.
 fn left_of(
     about: &TensorFacts<'_>,
-    sample: &Sample,
+    sample: &Sample<'_>,
     values: &[u8],
     expected: &Expected,
 ) -> Vec<i64> {

@@ -4,18 +4,13 @@ use s4_codec_cpu::rans::{Counts, Precision, cost_with, entropy};
 use s4_format::CodecId;
 use s4_format::limits::MAX_TABLES;
 
+use super::counted::CountedPlane;
 use crate::PlaneCoding;
 
 // Thresholds are parts of what is compared: 128 means one in 128.
 
 /// A plane that entropy coding makes smaller by less than this part is noise, and not worth the time.
 const NOISE_GAIN: u64 = 50;
-/// In planes of at least this many bytes, one block in four may show that all is noise, as most mantissas are.
-const COARSE: usize = 8192;
-const BLOCK: usize = 256;
-/// Such a partial count shows noise only if coding saves less than this part, far less than [`NOISE_GAIN`].
-const SURE_NOISE: u64 = 256;
-
 /// Parts of a sample that are counted separately.
 const PARTS: usize = 8;
 
@@ -106,30 +101,6 @@ impl KnownPlane {
     }
 }
 
-/// How often each symbol of a plane occurs.
-pub(super) struct CountedPlane {
-    /// For noise, possibly counted in a part of the plane only.
-    pub(super) counts: Counts,
-    /// The entropy of the plane, in bits; for noise, its raw size.
-    pub(super) least: u64,
-}
-
-impl CountedPlane {
-    /// Counts a plane whose symbols have `bits` bits. `coarse`: whether a part may show that it is noise.
-    pub(super) fn of(plane: &[u8], bits: u64, coarse: bool) -> Self {
-        if coarse && plane.len() >= COARSE {
-            let counts = Counts::of_pieces(plane.chunks(BLOCK).step_by(4));
-            let raw = bits * counts.total();
-            if entropy(&counts) + unseen(&counts) >= raw - raw / SURE_NOISE {
-                return Self { counts, least: bits * plane.len() as u64 };
-            }
-        }
-        let counts = Counts::of_all(plane);
-        let least = entropy(&counts);
-        Self { counts, least }
-    }
-}
-
 /// The precision of a plane that is coded by rANS.
 pub(super) fn precision(coding: PlaneCoding) -> Option<Precision> {
     let param = (coding.codec == CodecId::RANS).then_some(coding.param)?;
@@ -163,7 +134,7 @@ pub(super) fn choose(
     let CountedPlane { counts, least } = counted;
     let least = *least;
     let (raw, noise) = noise(plane, dense);
-    let (coding, cost, table) = if plane.iter().all(|b| *b == plane[0]) {
+    let (coding, cost, table) = if is_constant(plane) {
         // Wherever the plane is constant it is stored as its constant.
         (PlaneCoding::RAW, 0, 0)
     } else if !is_worth(least, raw) {
@@ -295,6 +266,12 @@ fn counts_of(symbols: &[u8], contexts: &[u8]) -> Vec<Counts> {
     Counts::of_all_in_contexts(&symbols[..len], &contexts[..len], 1 + usize::from(last))
 }
 
+/// Whether all symbols are equal.
+fn is_constant(plane: &[u8]) -> bool {
+    // Compared with itself, one symbol on: that takes vector instructions.
+    plane.is_empty() || plane[1..] == plane[..plane.len() - 1]
+}
+
 /// The number of different symbols.
 pub(super) fn symbols_of(counts: &Counts) -> usize {
     (0..=255).filter(|s| counts.get(*s) > 0).count()
@@ -304,7 +281,7 @@ pub(super) fn symbols_of(counts: &Counts) -> usize {
 /// with many tables it adds up. For independent frequencies it is 0.7 bits each (G. A. Miller,
 /// "Note on the bias of information estimates", 1955). Those of residuals depend on each other, and
 /// on the files of `docs/ratio.md` half a bit predicted best which plan is smaller.
-fn unseen(counts: &Counts) -> u64 {
+pub(super) fn unseen(counts: &Counts) -> u64 {
     (symbols_of(counts) as u64).saturating_sub(1) / 2
 }
 

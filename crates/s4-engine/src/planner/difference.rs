@@ -6,7 +6,7 @@ use s4_format::{ContextsId, Error, Plan, ResidualId, Result};
 use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
 use super::choice::{Choice, Method, known_planes};
-use super::layout::{Candidate, Counted, SampleKind};
+use super::layout::{Candidate, SampleKind};
 use super::update::Shape;
 use super::{
     MOMENT, MomentSample, PLAN_BITS, ParentSample, Sample, TensorFacts, allowed, are_same, finish,
@@ -36,7 +36,7 @@ impl CpuEngine {
     pub(crate) fn plan_difference(
         &self,
         about: &TensorFacts<'_>,
-        sample: Sample,
+        sample: &Sample<'_>,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
@@ -49,7 +49,6 @@ impl CpuEngine {
                 parent.values.len()
             )));
         }
-        let small = (sample.values.len() == about.bytes).then(|| sample.clone());
         let about = &about.with_offsets(offsets);
         let known = about.choice;
         let mut from = Differences::of(sample);
@@ -59,19 +58,19 @@ impl CpuEngine {
                 Again::NoDifference => return alone(about, scratch),
                 Again::Differs => {}
             }
-            from = Differences::of(from.sample);
+            from = Differences::of(sample);
         }
         let about = &about.without_choice();
         // If the earlier choice did not hold, less may have been compared: then nothing is
         // remembered, so that the next time everything is.
         let all = |c: Choice| c.needs_offsets() || c.is_of_another() || !about.may_have_offsets();
         let all = known.is_none_or(all);
-        let found = self.alone(about, &from.sample, offsets, scratch)?;
+        let found = self.alone(about, sample, offsets, scratch)?;
         let least = found.0.as_ref().map_or(0, |best| best.bits);
         let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
         let Some(delta) = delta.filter(|delta| from.is_worth(about, least, delta.bits())) else {
             let plan = match are_same(about.dtype, about.values()) {
-                true => self.plan_found(about, found, &from.sample, offsets, scratch)?,
+                true => self.plan_found(about, found, sample, offsets, scratch)?,
                 false => alone(about, scratch)?,
             };
             let choice = plan.choice.filter(|_| all);
@@ -81,12 +80,12 @@ impl CpuEngine {
         let plan = delta.plan(about, parent)?;
         let choice = Choice::of(about, (&plan, planes, shape), (bits, least));
         let mut plan = TensorPlan { choice: Some(choice), ..plan };
-        if let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) {
+        if sample.values.len() == about.bytes && plan.plan.residual != ResidualId::XOR {
             let fast = TensorFacts { preset: Preset::Fast, ..*about };
-            plan = self.smaller_of_small(about, plan, &small, Some(parent), scratch, |s| {
+            plan = self.smaller_of_small(about, plan, sample, Some(parent), scratch, |s| {
                 let alone =
-                    |_: &TensorFacts<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
-                self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
+                    |_: &TensorFacts<'_>, s: &mut Scratch| self.plan_alone(&fast, sample, None, s);
+                self.plan_difference(&fast, sample, parent, None, s, &alone)
             })?;
         }
         Ok(TensorPlan { choice: plan.choice.filter(|_| all), ..plan })
@@ -97,7 +96,7 @@ impl CpuEngine {
         &self,
         choice: Choice,
         about: &TensorFacts<'_>,
-        from: &mut Differences,
+        from: &mut Differences<'_>,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
@@ -116,14 +115,14 @@ impl CpuEngine {
         // A step explains one distance, and there nearly everything.
         if choice.is_of_other_distance()
             && choice.method != Method::Step
-            && self.step_of(about, &from.sample, parent)?.is_some()
+            && self.step_of(about, from.sample, parent)?.is_some()
         {
             return Ok(Again::Differs);
         }
         // If the difference saves little, it is compared with the values without the parent.
         if !choice.exceeds(made.bits()) {
             let about = &TensorFacts { again: None, ..*again };
-            let alone = self.alone(about, &from.sample, offsets, scratch)?.0;
+            let alone = self.alone(about, from.sample, offsets, scratch)?.0;
             if alone.is_some_and(|alone| !from.is_worth(about, alone.bits, made.bits())) {
                 return Ok(Again::Differs);
             }
@@ -138,7 +137,7 @@ impl CpuEngine {
     fn difference(
         &self,
         about: &TensorFacts<'_>,
-        from: &mut Differences,
+        from: &mut Differences<'_>,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
@@ -171,7 +170,7 @@ impl CpuEngine {
         &self,
         method: Method,
         about: &TensorFacts<'_>,
-        from: &mut Differences,
+        from: &mut Differences<'_>,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
@@ -179,21 +178,19 @@ impl CpuEngine {
         let (allowed, dtype) = (allowed(about.preset), about.dtype);
         let in_order = matches!(method, Method::Sub | Method::Contexts | Method::Update);
         if allowed.sub && in_order && from.ordered.is_empty() {
-            from.ordered.clone_from(&from.sample.values);
+            from.ordered.extend_from_slice(&from.sample.values);
             let width = width_of(about.width())?;
             self.kernels.sub_values(width, &mut from.ordered, parent.values);
         }
         let mut shape = None;
         let (best, side) = match method {
             Method::Xor => {
-                let mut sample = from.sample.values.clone();
+                let mut sample = from.sample.values.to_vec();
                 self.kernels.xor(&mut sample, parent.values);
-                let counted = &mut Counted::default();
-                (self.best(about, (&sample, counted), SampleKind::Differences, scratch)?, vec![])
+                (self.best(about, &sample, SampleKind::Differences, scratch)?, vec![])
             }
             Method::Sub if allowed.sub => {
-                let values = (&from.ordered[..], &mut from.counted);
-                (self.best(about, values, SampleKind::Ordered, scratch)?, vec![])
+                (self.best(about, &from.ordered, SampleKind::Ordered, scratch)?, vec![])
             }
             Method::Contexts
                 if allowed.sub
@@ -207,7 +204,7 @@ impl CpuEngine {
                 let tensor = Tensor { dtype, shape: about.shape, side: &side };
                 let (model, values) = (&Exponents as &dyn ContextModel, about.values());
                 let of = SampleKind::InContext { model, tensor, inputs: &[parent.values], values };
-                (self.best(about, (&from.ordered, &mut from.counted), of, scratch)?, contexts)
+                (self.best(about, &from.ordered, of, scratch)?, contexts)
             }
             Method::Update if allowed.sub && allowed.update => {
                 let &[first, second] = parent.moments else { return Ok(None) };
@@ -231,13 +228,13 @@ impl CpuEngine {
                     (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
                 }
             }
-            Method::Step => match self.by_step(about, &from.sample, parent, scratch)? {
+            Method::Step => match self.by_step(about, from.sample, parent, scratch)? {
                 Some((best, step)) => (Some(best), step.to_bytes()),
                 None => return Ok(None),
             },
             Method::Blend if allowed.blend => {
                 let Some(offsets) = offsets else { return Ok(None) };
-                match self.blend(about, &from.sample, parent, offsets, scratch)? {
+                match self.blend(about, from.sample, parent, offsets, scratch)? {
                     Some(blended) => blended,
                     None => return Ok(None),
                 }
@@ -261,12 +258,8 @@ impl CpuEngine {
         let tensor = Tensor { dtype: about.dtype, shape: about.shape, side: &side };
         let (model, values) = (&Updates as &dyn ContextModel, about.values());
         let inputs = &[parent, moments[0].values, moments[1].values][..];
-        let best = self.best(
-            about,
-            (differences, &mut Counted::default()),
-            SampleKind::InContext { model, tensor, inputs, values },
-            scratch,
-        )?;
+        let of = SampleKind::InContext { model, tensor, inputs, values };
+        let best = self.best(about, differences, of, scratch)?;
         Ok(best.map(|best| best.with_moments(moments.len(), about, differences.len())))
     }
 }
@@ -287,16 +280,14 @@ impl Candidate {
 }
 
 /// A sample, and its differences from the parent's in the order of values, made when first needed.
-struct Differences {
-    sample: Sample,
+struct Differences<'a> {
+    sample: &'a Sample<'a>,
     ordered: Vec<u8>,
-    /// Counts of the planes of `ordered`.
-    counted: Counted,
 }
 
-impl Differences {
-    fn of(sample: Sample) -> Self {
-        Self { sample, ordered: vec![], counted: Counted::default() }
+impl<'a> Differences<'a> {
+    fn of(sample: &'a Sample<'a>) -> Self {
+        Self { sample, ordered: vec![] }
     }
 
     /// Whether a difference is worth it, in the sample and for the whole tensor. `alone` and `bits`

@@ -1,6 +1,6 @@
 //! What each layout would cost on a sample.
 
-use std::rc::Rc;
+use std::sync::Arc;
 
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
@@ -8,9 +8,10 @@ use s4_format::{DType, LayoutId, Result};
 use s4_predict::{ContextModel, Known, Tensor};
 
 use super::coding::{
-    CountedPlane, PlannedPlane, bits_of_signs, by_own_tables, choose, choose_in_context,
-    expect_changes, precision, symbols_of,
+    PlannedPlane, bits_of_signs, by_own_tables, choose, choose_in_context, expect_changes,
+    precision, symbols_of,
 };
+use super::counted::CountedPlane;
 use super::{TensorFacts, allowed, sample};
 use crate::chunk::{chunk_log2, repeats};
 use crate::planes::Layout;
@@ -82,36 +83,12 @@ pub(super) struct Candidate {
     total: u64,
 }
 
-/// Histograms of planes that were counted before: layouts that produce the same plane share them.
-#[derive(Default)]
-pub(super) struct Counted(Vec<CountedBytes>);
-
-struct CountedBytes {
-    plane: Vec<u8>,
-    /// Bits of a symbol.
-    bits: u64,
-    counted: Rc<CountedPlane>,
-}
-
-impl Counted {
-    /// The counts of a plane whose symbols have `bits` bits.
-    fn plane(&mut self, plane: &[u8], bits: u64, coarse: bool) -> Rc<CountedPlane> {
-        if let Some(known) = self.0.iter().find(|k| k.bits == bits && k.plane == plane) {
-            return Rc::clone(&known.counted);
-        }
-        let counted = Rc::new(CountedPlane::of(plane, bits, coarse));
-        self.0.push(CountedBytes { plane: plane.to_vec(), bits, counted: Rc::clone(&counted) });
-        counted
-    }
-}
-
 impl CpuEngine {
     /// The cheapest layout of a sample. Its bits include tables, except for preset `fast`.
-    /// `counted`: what was counted of these values before.
     pub(super) fn best(
         &self,
         about: &TensorFacts<'_>,
-        (values, counted): (&[u8], &mut Counted),
+        values: &[u8],
         of: SampleKind<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
@@ -134,7 +111,7 @@ impl CpuEngine {
             if !fits {
                 continue;
             }
-            let mut c = self.candidate(layout, about, (values, counted), of, scratch)?;
+            let mut c = self.candidate(layout, about, values, of, scratch)?;
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
                 // If everything but the exponents is noise, signs included, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.noise);
@@ -161,7 +138,7 @@ impl CpuEngine {
         &self,
         layout: LayoutId,
         about: &TensorFacts<'_>,
-        (sample, counted): (&[u8], &mut Counted),
+        sample: &[u8],
         of: SampleKind<'_>,
         scratch: &mut Scratch,
     ) -> Result<Candidate> {
@@ -170,6 +147,7 @@ impl CpuEngine {
         let split = Layout::new(self.kernels, layout, width)?;
         let sizes = split.planes(sample.len())?;
         split.split(sample, scratch)?;
+        let mut counted = std::mem::take(&mut scratch.counted);
         let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0, total: 0 };
         let planes = sizes.sizes().len();
         let plane = |i| scratch.plane(layout, sizes.sizes(), i);
@@ -179,12 +157,13 @@ impl CpuEngine {
         let small = allowed(about.preset).rank1;
         let is_dense = |i| layout == LayoutId::FIELDS_SIGN && i == 2;
         let bits = |i| if is_dense(i) { 7 } else { 8 };
-        let mut count = |i| counted.plane(plane(i), bits(i), small);
+        let mut count = |i| counted.plane(plane(i), bits(i));
         // If an earlier choice says what all planes take, planes with contexts need no count without contexts.
         let known = about.again.filter(|_| matches!(of, SampleKind::InContext { .. }));
         let counts: Vec<_> = (0..planes).filter(|_| known.is_none()).map(&mut count).collect();
-        let least =
-            |(i, counted): (usize, &Rc<CountedPlane>)| counted.least.min(8 * plane(i).len() as u64);
+        let least = |(i, counted): (usize, &Arc<CountedPlane>)| {
+            counted.least.min(8 * plane(i).len() as u64)
+        };
         let all = match known {
             Some(choice) => choice.bits(),
             None if delta || small => counts.iter().enumerate().map(least).sum(),
@@ -215,7 +194,7 @@ impl CpuEngine {
                     (planned, cost, 0)
                 }
                 _ => {
-                    let counted = counts.get(i).map_or_else(|| count(i), Rc::clone);
+                    let counted = counts.get(i).map_or_else(|| count(i), Arc::clone);
                     let many = symbols_of(&counted.counts) > MANY;
                     let may_lose = |pairs| may_lose(many, pairs);
                     choose((plane, &counted), dense, may_lose, |table| match small {
@@ -247,6 +226,7 @@ impl CpuEngine {
                 c.total += (cost + tables).min(8 * plane.len() as u64);
             }
         }
+        scratch.counted = counted;
         if layout == LayoutId::WHOLE {
             let bits = 8 * self.zstd_len(sample, scratch)? as u64;
             if bits < c.cost - c.cost / ZSTD_GAIN {

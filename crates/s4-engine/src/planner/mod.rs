@@ -19,6 +19,7 @@ use crate::{CpuEngine, EncodeJob, Inputs, PlaneCoding, Preset, Scratch, TensorPl
 mod blend;
 mod choice;
 mod coding;
+mod counted;
 mod difference;
 mod layout;
 mod sample;
@@ -29,7 +30,8 @@ pub use blend::expected_of;
 pub use choice::Choice;
 use choice::{Method, known_planes};
 use coding::precision;
-use layout::{Candidate, Counted, SampleKind};
+pub(crate) use counted::Counted;
+use layout::{Candidate, SampleKind};
 use sample::gather;
 pub use sample::parent_probes;
 pub(crate) use sample::{Sample, are_same, probed, sampled_runs};
@@ -70,6 +72,12 @@ pub(crate) struct Allowed {
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     let all = matches!(preset, Preset::Balanced | Preset::Small);
     Allowed { rank1: all, blend: all, sub: all, contexts: all, update: all, step: all, copies: all }
+}
+
+/// Whether tensors may be predicted from rows and columns.
+#[cfg(feature = "cuda")]
+pub(crate) fn makes_offsets(preset: Preset) -> bool {
+    allowed(preset).rank1
 }
 
 /// Whether tensors that are copies of others, exact or rounded, are predicted from them. The caller
@@ -243,6 +251,7 @@ impl CpuEngine {
         if preset == Preset::Nvcomp {
             return Ok(nvcomp(dtype));
         }
+        scratch.counted.clear();
         let (width, values) = (about.width(), about.values());
         let alone = || Sample::of(data, width, sampled_runs(values).collect());
         let sample = match parent {
@@ -260,7 +269,7 @@ impl CpuEngine {
                 let alone = |about: &TensorFacts<'_>, s: &mut Scratch| {
                     self.plan_alone(about, &alone(), offsets, s)
                 };
-                self.plan_difference(&about, sample, parent, offsets, scratch, &alone)
+                self.plan_difference(&about, &sample, parent, offsets, scratch, &alone)
             }
         }
     }
@@ -291,7 +300,7 @@ impl CpuEngine {
     pub(crate) fn plan_alone(
         &self,
         about: &TensorFacts<'_>,
-        sample: &Sample,
+        sample: &Sample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
@@ -316,7 +325,7 @@ impl CpuEngine {
         &self,
         about: &TensorFacts<'_>,
         (best, by_offsets): (Option<Candidate>, bool),
-        sample: &Sample,
+        sample: &Sample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
@@ -345,16 +354,13 @@ impl CpuEngine {
         &self,
         about: &TensorFacts<'_>,
         choice: Choice,
-        sample: &Sample,
+        sample: &Sample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Option<(Option<Candidate>, bool)>> {
         let about = &about.again(choice);
         let best = match (choice.method, offsets) {
-            (Method::Direct, _) => {
-                let values = (&sample.values[..], &mut Counted::default());
-                self.best(about, values, SampleKind::Values, scratch)?
-            }
+            (Method::Direct, _) => self.best(about, &sample.values, SampleKind::Values, scratch)?,
             (Method::Rank1, Some(offsets)) => {
                 self.by_offsets(about, sample, offsets, &[], scratch)?
             }
@@ -371,7 +377,7 @@ impl CpuEngine {
         &self,
         about: &TensorFacts<'_>,
         plan: TensorPlan,
-        sample: &Sample,
+        sample: &Sample<'_>,
         parent: Option<&ParentSample<'_>>,
         scratch: &mut Scratch,
         simpler: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
@@ -409,16 +415,11 @@ impl CpuEngine {
     fn alone(
         &self,
         about: &TensorFacts<'_>,
-        sample: &Sample,
+        sample: &Sample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<(Option<Candidate>, bool)> {
-        let direct = self.best(
-            about,
-            (&sample.values, &mut Counted::default()),
-            SampleKind::Values,
-            scratch,
-        )?;
+        let direct = self.best(about, &sample.values, SampleKind::Values, scratch)?;
         let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
             return Ok((direct, false));
         };
@@ -432,7 +433,7 @@ impl CpuEngine {
     fn by_offsets(
         &self,
         about: &TensorFacts<'_>,
-        sample: &Sample,
+        sample: &Sample<'_>,
         offsets: &[u8],
         parent: &[u8],
         scratch: &mut Scratch,
@@ -442,7 +443,7 @@ impl CpuEngine {
         let stored =
             8 * stored_len(offsets) as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
         let offsets = Offsets::parse(width, offsets)?;
-        let (mut residuals, mut room, mut at) = (sample.values.clone(), vec![], 0);
+        let (mut residuals, mut room, mut at) = (sample.values.to_vec(), vec![], 0);
         for run in &sample.runs {
             let bytes = at..at + (run.end - run.start) as usize * width.bytes();
             at = bytes.end;
@@ -451,12 +452,7 @@ impl CpuEngine {
             offsets.predict_range(self.kernels, run.start, before, &mut room)?;
             self.kernels.sub_magnitudes(width, &mut residuals[bytes], &room);
         }
-        let mut best = self.best(
-            about,
-            (&residuals, &mut Counted::default()),
-            SampleKind::Residuals,
-            scratch,
-        )?;
+        let mut best = self.best(about, &residuals, SampleKind::Residuals, scratch)?;
         if let Some(best) = best.as_mut() {
             best.bits += stored;
         }

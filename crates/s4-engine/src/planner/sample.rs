@@ -1,5 +1,6 @@
 //! The values that the planner looks at, at fixed positions.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use s4_format::DType;
@@ -93,24 +94,24 @@ pub(super) fn gather(
 
 /// Values at fixed positions.
 #[derive(Debug, Clone)]
-pub(crate) struct Sample {
+pub(crate) struct Sample<'a> {
     /// Their indices: runs in ascending order.
     pub(super) runs: Vec<Range<u64>>,
     /// The values, one run after the other.
-    pub(super) values: Vec<u8>,
+    pub(super) values: Cow<'a, [u8]>,
 }
 
-impl Sample {
-    /// The sample of `data`, whose values have `width` bytes.
+impl<'a> Sample<'a> {
+    /// The sample of `data`, whose values have `width` bytes: a copy, since the values may change.
     pub(crate) fn of(data: &[u8], width: usize, runs: Vec<Range<u64>>) -> Self {
-        let values = gather(data, width, runs.iter().cloned());
+        let values = gather(data, width, runs.iter().cloned()).into();
         Self { runs, values }
     }
 
     /// A sample whose values were fetched already: as many as the runs have.
     #[cfg(feature = "cuda")]
-    pub(crate) fn fetched(runs: Vec<Range<u64>>, values: &[u8]) -> Self {
-        Self { runs, values: values.to_vec() }
+    pub(crate) fn fetched(runs: Vec<Range<u64>>, values: &'a [u8]) -> Self {
+        Self { runs, values: values.into() }
     }
 }
 

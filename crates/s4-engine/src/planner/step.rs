@@ -7,7 +7,7 @@ use s4_planes::StepFactors;
 use s4_predict::Step;
 use s4_predict::update::float_bits;
 
-use super::layout::{Candidate, Counted, SampleKind};
+use super::layout::{Candidate, SampleKind};
 use super::{MomentSample, ParentSample, Sample, TensorFacts, allowed};
 use crate::scratch::width_of;
 use crate::{CpuEngine, Scratch};
@@ -46,7 +46,7 @@ impl CpuEngine {
     pub(super) fn by_step(
         &self,
         about: &TensorFacts<'_>,
-        sample: &Sample,
+        sample: &Sample<'_>,
         parent: &ParentSample<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<(Candidate, Step)>> {
@@ -77,7 +77,7 @@ impl CpuEngine {
     pub(super) fn step_of(
         &self,
         about: &TensorFacts<'_>,
-        sample: &Sample,
+        sample: &Sample<'_>,
         parent: &ParentSample<'_>,
     ) -> Result<Option<Step>> {
         if !allowed(about.preset).step {
@@ -92,7 +92,7 @@ impl CpuEngine {
         &self,
         step: Step,
         about: &TensorFacts<'_>,
-        sample: &Sample,
+        sample: &Sample<'_>,
         parent: &ParentSample<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<(Candidate, Step)>> {
@@ -101,10 +101,9 @@ impl CpuEngine {
         let mut predicted = vec![0; parent.values.len()];
         let inputs = [parent.values, first.values, second];
         step.predict(self.kernels, about.dtype, inputs, &mut predicted)?;
-        let mut rest = sample.values.clone();
+        let mut rest = sample.values.to_vec();
         self.kernels.sub_values(width_of(about.width())?, &mut rest, &predicted);
-        let values = (&rest[..], &mut Counted::default());
-        let best = self.best(about, values, SampleKind::Ordered, scratch)?;
+        let best = self.best(about, &rest, SampleKind::Ordered, scratch)?;
         let listed = parent.moments.len();
         Ok(best.map(|best| (best.with_moments(listed, about, rest.len()), step)))
     }
