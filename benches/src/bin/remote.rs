@@ -46,6 +46,7 @@ fn main() -> Outcome<()> {
         let (file, start) = (format!("{url}/file"), Instant::now());
         let target = Target::Url(file.clone(), storage.clone());
         let mut writer = Writer::create(target, WriteOptions::default())?;
+        writer.expect(12 * values as u64);
         writer.write(&sources(&bytes, &shape))?;
         let stored = writer.finish(Default::default())?.bytes_out;
         note(0, start, stored);

@@ -69,8 +69,10 @@ pub(crate) fn compress(
     })?;
     let mut tensors: Vec<_> = metadata.tensors().into_iter().collect();
     tensors.sort_by_key(|(_, info)| info.data_offsets);
-    bar.expect(tensors.iter().map(|(_, i)| (i.data_offsets.1 - i.data_offsets.0) as u64).sum());
+    let bytes = tensors.iter().map(|(_, i)| (i.data_offsets.1 - i.data_offsets.0) as u64).sum();
+    bar.expect(bytes);
     let mut writer = Writer::create(Target::from(output), options)?;
+    writer.expect(bytes);
     let mut contents = Contents::default();
     if let Some(text) = metadata.metadata() {
         contents.metadata.extend(text.clone());

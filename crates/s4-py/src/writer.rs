@@ -106,6 +106,7 @@ impl Writer {
         let some = list.get(first..end).ok_or_else(|| PyIndexError::new_err((first, end)))?;
         let tensors = some.iter().map(|s| s.tensor()).collect::<PyResult<Vec<_>>>()?;
         let mut writer = self.take()?;
+        writer.expect(sources.bytes());
         if let Some(engine) = engine {
             writer.set_engine(Arc::clone(&engine.get().0));
             writer.set_ahead(ahead);

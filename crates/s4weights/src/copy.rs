@@ -49,6 +49,7 @@ pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<
         to.declare(roles.clone())?;
     }
     let infos: Vec<_> = from.tensors().collect();
+    to.expect(infos.iter().map(|info| info.bytes).sum());
     let groups = options.groups;
     if !groups.is_empty() && groups.len() != infos.len() {
         return Err(Error::Argument(format!("groups {groups:?} of {} tensors", infos.len())));

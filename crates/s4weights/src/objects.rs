@@ -163,6 +163,9 @@ impl Reader {
     }
 }
 
+/// Connections that it takes to use a fast network: each transfers some 100 MB/s.
+pub(crate) const CONNECTIONS: u64 = 32;
+
 /// How a checkpoint is cut into objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ObjectOptions {
@@ -177,7 +180,14 @@ impl Default for ObjectOptions {
 }
 
 impl ObjectOptions {
-    const ALLOWED: std::ops::RangeInclusive<usize> = 4 << 20..=MAX_OBJECT;
+    const LEAST: usize = 4 << 20;
+    const ALLOWED: std::ops::RangeInclusive<usize> = Self::LEAST..=MAX_OBJECT;
+
+    /// Smaller objects if `values`, a checkpoint's bytes of values, would not fill one for each connection.
+    pub(crate) fn for_connections(self, values: u64) -> Self {
+        let share = usize::try_from(values / CONNECTIONS).unwrap_or(usize::MAX);
+        Self { bytes: self.bytes.min(share.max(Self::LEAST)) }
+    }
 
     pub(crate) fn check(self) -> Result<Self> {
         if Self::ALLOWED.contains(&self.bytes) {

@@ -277,6 +277,13 @@ impl Output {
         Ok(())
     }
 
+    /// Tells how many bytes of values follow, at most.
+    pub(crate) fn expect(&mut self, values: u64) {
+        if let To::File { end: End::Caller(hashed), .. } = &mut self.to {
+            hashed.sink.expect(values);
+        }
+    }
+
     /// Where the next part of the index starts, in the file that holds it.
     pub(crate) fn offset(&self) -> u64 {
         match &self.to {

@@ -181,6 +181,12 @@ impl Writer {
         Ok(())
     }
 
+    /// Says that at most so many bytes of values will be written. A file in an object store is then uploaded in parts of
+    /// as many bytes as suit it: without this, in parts of 32 MiB. Has no effect once a part was uploaded.
+    pub fn expect(&mut self, values: u64) {
+        self.out.expect(values);
+    }
+
     /// From now on, encodes tensors on devices with `engine`, as [`WriteOptions::engine`] does.
     #[cfg(feature = "cuda")]
     pub fn set_engine(&mut self, engine: Arc<s4_engine::cuda::CudaEngine>) {

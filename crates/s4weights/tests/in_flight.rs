@@ -16,7 +16,8 @@ use object_store::{
     CopyOptions, GetOptions, GetRange, GetResult, ListResult, MultipartUpload, ObjectMeta,
     ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result, UploadPart,
 };
-use s4weights::{DType, ReadOptions, Reader, Source, Target, WriteOptions};
+use s4weights::store::{CheckpointStore, Place, SaveOptions, StoreOptions};
+use s4weights::{Contents, DType, ReadOptions, Reader, Source, Target, WriteOptions, Writer};
 
 /// Requests for fewer bytes than this are not held up: they are for the index.
 const LEAST: usize = 60_000;
@@ -90,6 +91,9 @@ impl MultipartUpload for Parts {
 #[async_trait]
 impl ObjectStore for Gated {
     async fn put_opts(&self, key: &Path, body: PutPayload, opts: PutOptions) -> Result<PutResult> {
+        if body.content_length() >= LEAST {
+            self.gate.pass().await;
+        }
         self.inner.put_opts(key, body, opts).await
     }
 
@@ -176,4 +180,46 @@ fn a_file_has_many_parts_in_flight() {
     assert!(store.gate.most.load(Ordering::SeqCst) >= 4);
     let reader = Reader::open(Source::Object(store, path), ReadOptions::default()).unwrap();
     assert!(reader.read("noise").unwrap() == tensors[0].data);
+}
+
+#[test]
+fn a_small_file_has_many_parts_in_flight_if_its_size_is_known() {
+    let (store, path) = (Arc::new(Gated::default()), Path::from("a.s4w"));
+    let tensor = Owned::new("noise", DType::UInt8, &[40 << 20], noise(40 << 20));
+    // Four parts of 8 MiB, before the fifth is full.
+    store.gate.want(4);
+    let target = Target::Object(store.clone(), path.clone());
+    let mut writer = Writer::create(target, WriteOptions::default()).unwrap();
+    writer.expect(40 << 20);
+    writer.write(&[tensor.source()]).unwrap();
+    writer.finish(Contents::default()).unwrap();
+    assert!(store.gate.most.load(Ordering::SeqCst) >= 4);
+    let reader = Reader::open(Source::Object(store, path), ReadOptions::default()).unwrap();
+    assert!(reader.read("noise").unwrap() == tensor.data);
+}
+
+#[test]
+fn a_small_checkpoint_has_many_objects_in_flight() {
+    // Seven objects of 4 MiB and an eighth: less than one of the usual size.
+    let all = noise(30 << 20);
+    let tensor = |(i, data): (usize, &[u8])| {
+        Owned::new(i.to_string(), DType::UInt8, &[data.len() as u64], data.to_vec())
+    };
+    let tensors: Vec<_> = all.chunks(2 << 20).enumerate().map(tensor).collect();
+    let sources: Vec<_> = tensors.iter().map(Owned::source).collect();
+    let gated = Arc::new(Gated::default());
+    let place = Place::objects(gated.clone(), Path::from("run"));
+    let store = CheckpointStore::create_at(&place, StoreOptions::default()).unwrap();
+    gated.gate.want(7);
+    let saved = store.save(0, &sources, &SaveOptions::default()).unwrap();
+    assert!(gated.gate.most.load(Ordering::SeqCst) >= 7);
+    assert_eq!(saved.checkpoint.about.objects, 8);
+    let loaded = store.load(None).unwrap();
+    assert!(tensors.iter().all(|t| loaded.reader().read(&t.name).unwrap() == t.data));
+
+    // A folder has no connections.
+    let folder = tempfile::tempdir().unwrap();
+    let store = CheckpointStore::create_at(&Place::folder(folder.path()), StoreOptions::default());
+    let saved = store.unwrap().save(0, &sources, &SaveOptions::default()).unwrap();
+    assert_eq!(saved.checkpoint.about.objects, 1);
 }

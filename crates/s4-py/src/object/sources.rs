@@ -111,6 +111,11 @@ impl Sources {
         Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Bytes of all values.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.list().iter().map(|s| s.nbytes as u64).sum()
+    }
+
     fn change(&self, with: impl FnOnce(&mut Vec<Source>) -> PyResult<()>) -> PyResult<()> {
         with(Arc::make_mut(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner)))
     }

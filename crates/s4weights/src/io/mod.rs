@@ -149,13 +149,22 @@ pub trait ReadAt: Send + Sync {
 /// An open target.
 pub(crate) enum OpenSink {
     File(Box<file::FileSink>),
+    Upload(Box<object::UploadSink>),
     Other(Box<dyn Sink>),
 }
 
 impl OpenSink {
+    /// Tells how many bytes of values follow, at most.
+    pub(crate) fn expect(&mut self, values: u64) {
+        if let Self::Upload(upload) = self {
+            upload.expect(values);
+        }
+    }
+
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
         match self {
             Self::File(file) => file.write(bytes),
+            Self::Upload(upload) => upload.write(bytes),
             Self::Other(sink) => sink.write(bytes),
         }
     }
@@ -164,6 +173,7 @@ impl OpenSink {
     pub(crate) fn write_by(&mut self, pool: &ThreadPool, parts: &[&[u8]]) -> Result<()> {
         match self {
             Self::File(file) => file.write_by(pool, parts),
+            Self::Upload(upload) => parts.iter().try_for_each(|part| upload.write(part)),
             Self::Other(sink) => parts.iter().try_for_each(|part| sink.write(part)),
         }
     }
@@ -171,6 +181,7 @@ impl OpenSink {
     pub(crate) fn commit(self) -> Result<()> {
         match self {
             Self::File(file) => file.commit(),
+            Self::Upload(upload) => upload.commit(),
             Self::Other(sink) => sink.commit(),
         }
     }
@@ -178,6 +189,7 @@ impl OpenSink {
     pub(crate) fn may_move(&self) -> bool {
         match self {
             Self::File(file) => file.may_move(),
+            Self::Upload(upload) => upload.may_move(),
             Self::Other(sink) => sink.may_move(),
         }
     }
@@ -253,7 +265,7 @@ fn retry(deadline: Option<Duration>) -> Retry {
 pub(crate) fn open_sink(target: Target, deadline: Option<Duration>) -> Result<(String, OpenSink)> {
     let upload = |name: String, store, path| -> Result<(String, OpenSink)> {
         let sink = object::UploadSink::create(&name, store, path, retry(deadline))?;
-        Ok((name, OpenSink::Other(Box::new(sink))))
+        Ok((name, OpenSink::Upload(Box::new(sink))))
     };
     let file = |name: String, path: PathBuf| -> Result<(String, OpenSink)> {
         Ok((name, OpenSink::File(Box::new(file::FileSink::create(&path)?))))

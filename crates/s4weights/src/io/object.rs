@@ -16,12 +16,15 @@ use tokio::task::JoinHandle;
 use super::{REMOTE_REQUEST, ReadAt, Sink};
 use crate::error::{Error, Result};
 use crate::interrupt;
+use crate::objects::CONNECTIONS;
 use crate::parallel::request_threads;
 
 /// Bytes of a part: larger files are uploaded in parts. 10,000 parts are what S3 allows.
 const PART: usize = 32 << 20;
+/// Parts of a file that is known to be small have at least this many. S3 asks for 5 MiB.
+const LEAST_PART: usize = 8 << 20;
 const MAX_PARTS: usize = 10_000;
-/// How many parts have [`PART`] bytes; later ones are larger, since the length of the file is not
+/// How many parts have the size of the first, most often [`PART`] bytes; later ones are larger, since the length of the file is not
 /// known before its end. S3, Google and Azure take parts of different sizes. Cloudflare R2 needs
 /// all but the last of one size: it refuses a file that does not fit into these parts (156 GiB).
 const EQUAL_PARTS: usize = 5_000;
@@ -30,10 +33,10 @@ const EQUAL_PARTS: usize = 5_000;
 const DOUBLING: usize = 250;
 const LARGEST_PART: usize = 40 * PART;
 
-/// Bytes of a part, counted from 0.
-fn part_size(number: usize) -> usize {
+/// Bytes of a part, counted from 0. `first`: bytes of the first one.
+fn part_size(first: usize, number: usize) -> usize {
     match number.checked_sub(EQUAL_PARTS) {
-        None => PART,
+        None => first,
         Some(later) => (PART << (1 + later / DOUBLING).min(6)).min(LARGEST_PART),
     }
 }
@@ -88,7 +91,7 @@ type Part = JoinHandle<object_store::Result<()>>;
 
 /// Uploads an object: by one request if it is small, else in parts. A multipart upload that is not
 /// completed is aborted.
-pub(super) struct UploadSink {
+pub(crate) struct UploadSink {
     name: String,
     store: Arc<dyn ObjectStore>,
     path: Path,
@@ -97,6 +100,8 @@ pub(super) struct UploadSink {
     /// The object that was there before a multipart upload.
     before: Option<ObjectMeta>,
     parts: usize,
+    /// Bytes of the first part.
+    part: usize,
     len: u64,
     in_flight: VecDeque<Part>,
     /// Most bytes of parts in flight, unless one part alone is larger.
@@ -122,6 +127,7 @@ impl UploadSink {
             upload: None,
             before: None,
             parts: 0,
+            part: PART,
             len: 0,
             in_flight: VecDeque::new(),
             memory: upload_memory(),
@@ -129,6 +135,20 @@ impl UploadSink {
             retrier: Retrier::new(retry),
             threads: Threads::start(name)?,
         })
+    }
+
+    /// Tells how many bytes of values follow, at most: if there are few, parts are so small that they use as many
+    /// connections as those of a large file.
+    pub(super) fn expect(&mut self, values: u64) {
+        let share = usize::try_from(values / CONNECTIONS).unwrap_or(usize::MAX);
+        let part = share.clamp(LEAST_PART, PART);
+        if self.parts == 0 && self.buffer.len() <= part {
+            self.part = part;
+        }
+    }
+
+    fn part_size(&self) -> usize {
+        part_size(self.part, self.parts)
     }
 
     fn fail(&self, e: s4_store::Error) -> Error {
@@ -172,7 +192,7 @@ impl UploadSink {
                 self.name
             )));
         }
-        self.wait_for(parts_in_flight(part_size(self.parts), self.memory) - 1)?;
+        self.wait_for(parts_in_flight(self.part_size(), self.memory) - 1)?;
         if self.upload.is_none() {
             self.begin()?;
         }
@@ -231,7 +251,7 @@ impl Sink for UploadSink {
     fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.len += bytes.len() as u64;
         while !bytes.is_empty() {
-            let part = part_size(self.parts);
+            let part = self.part_size();
             if self.buffer.capacity() == 0 {
                 self.buffer.reserve_exact(part);
             }
@@ -345,7 +365,7 @@ mod tests {
 
     #[test]
     fn parts_reach_the_largest_object_within_bounded_memory() {
-        let sizes: Vec<usize> = (0..MAX_PARTS).map(part_size).collect();
+        let sizes: Vec<usize> = (0..MAX_PARTS).map(|i| part_size(PART, i)).collect();
         assert!(sizes.iter().map(|&size| size as u64).sum::<u64>() >= 5 << 40);
         assert!(sizes.is_sorted() && sizes[..EQUAL_PARTS].iter().all(|&size| size == PART));
         assert_eq!(sizes[EQUAL_PARTS..][..2 * DOUBLING].iter().max(), Some(&(4 * PART)));
@@ -356,5 +376,8 @@ mod tests {
         }
         let in_flight = [PART, 2 * PART, LARGEST_PART].map(|size| parts_in_flight(size, 16 * PART));
         assert_eq!(in_flight, [16, 8, 1]);
+        // A file that turns out not to be small still fits.
+        let small = (0..MAX_PARTS).map(|i| part_size(LEAST_PART, i) as u64).sum::<u64>();
+        assert!(small > 5 << 40, "{small}");
     }
 }

@@ -12,7 +12,6 @@ use tokio::task::JoinHandle;
 use crate::copy::{self, Copied, CopyOptions};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, ReadOptions, WriteOptions};
 use crate::reader::{Reader, TensorInfo};
 use crate::store::CheckpointStore;
@@ -103,7 +102,7 @@ impl CheckpointStore {
             progress: asker.callback(),
             ..self.writing()
         };
-        let objects = ObjectOptions { bytes: self.options.object_bytes };
+        let objects = self.objects_for(from.tensors().map(|t| t.bytes).sum());
         let target = bridge.target();
         let groups = groups(from);
         let how = CopyOptions { groups: &groups, hash: true, ..CopyOptions::default() };

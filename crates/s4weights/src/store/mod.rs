@@ -63,6 +63,7 @@ use s4_store::Store;
 use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
 use crate::io::{open_place, put_files};
+use crate::objects::ObjectOptions;
 use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
 use crate::recall::PlanMemory;
@@ -109,7 +110,8 @@ pub struct StoreOptions {
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,
-    /// Most bytes of an object: 4 to 64 MiB.
+    /// Most bytes of an object: 4 to 64 MiB. In an object store, a checkpoint of less than 32 times as many has smaller
+    /// ones, down to 4 MiB, so that it takes as many connections.
     pub object_bytes: usize,
     /// Requests, retries and uploads.
     pub requests: s4_store::StoreOptions,
@@ -316,6 +318,12 @@ impl CheckpointStore {
         let process = std::process::id();
         let plans = Arc::default();
         Ok(Self { opener, options, history, opened, buffers, plans, process })
+    }
+
+    /// How a checkpoint that one process writes is cut into objects. `values`: bytes of its values.
+    fn objects_for(&self, values: u64) -> ObjectOptions {
+        let most = ObjectOptions { bytes: self.options.object_bytes };
+        if self.opener.local { most } else { most.for_connections(values) }
     }
 
     /// Folder or URL, for messages; holds no secret.

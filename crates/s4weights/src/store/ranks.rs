@@ -185,8 +185,10 @@ impl CheckpointStore {
         let kept = options.kept_memory(self.room_for_stored(true, of.number));
         let known = of.parent.map(|parent| (parent.id, distance(of.number, &chain)));
         let recall = self.recall(known, of.number, true);
+        // Many processes take enough connections together.
+        let objects = ObjectOptions { bytes: self.options.object_bytes };
         let Uploading { written, uploading, stored } =
-            self.encode_into(attempt, &request, (parent, &recall), kept)?;
+            self.encode_into(attempt, &request, (parent, &recall), kept, objects)?;
         let finishing = async move {
             let (attempt, done) = uploading.await.map_err(|e| StoreError::Callback(Box::new(e)))?;
             done?;

@@ -30,7 +30,7 @@ impl CheckpointStore {
             opener: self.opener.clone(),
             read: self.reading(),
             write: self.writing(),
-            objects: ObjectOptions { bytes: self.options.object_bytes },
+            objects: self.objects_for(state.get(id).map_or(0, |c| c.about.raw_len)),
         };
         let store = self.opener.store.clone();
         let rebase = async move { store.rebase(id, &mut rebaser).await };

@@ -313,7 +313,7 @@ impl CheckpointStore {
         let in_memory = options.keeps_values() && bytes <= self.options.share() as u64;
         let recall = self.recall(known, number, !in_memory);
         let Uploading { written, uploading, stored } =
-            self.encode_into(attempt, request, (values, &recall), kept)?;
+            self.encode_into(attempt, request, (values, &recall), kept, self.objects_for(bytes))?;
         let encode = started.elapsed().as_secs_f64();
         let Written { report, snapshot, index } = written;
         let delta = snapshot.depth() > 1;
@@ -383,11 +383,12 @@ impl CheckpointStore {
         request: &SaveRequest<'_>,
         parent: (Option<Arc<dyn Parent>>, &Arc<Recall>),
         kept: KeptMemory,
+        objects: ObjectOptions,
     ) -> Result<Uploading> {
         let SaveRequest { options, asker, .. } = request;
         let bridge = &self.opener.bridge;
         // A caller that waits for `staged` does not wait for the network.
-        let within = |memory: usize| memory.checked_div(self.options.object_bytes).unwrap_or(1);
+        let within = |memory: usize| memory.checked_div(objects.bytes).unwrap_or(1);
         let waiting = match options.staged {
             Some(_) => options.staging_memory.map_or(MAX_OBJECTS, within).clamp(1, MAX_OBJECTS),
             None => 1,
@@ -402,7 +403,7 @@ impl CheckpointStore {
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let (sink, stored) = CachingSink::new(sink);
         let memory = ObjectMemory { buffers: self.buffers.clone(), ahead, kept };
-        match self.encode(request, sink, parent, memory) {
+        match self.encode(request, sink, parent, (objects, memory)) {
             Ok(written) => Ok(Uploading { written, uploading, stored }),
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
@@ -432,7 +433,7 @@ impl CheckpointStore {
         request: &SaveRequest<'_>,
         sink: CachingSink,
         (parent, recall): (Option<Arc<dyn Parent>>, &Arc<Recall>),
-        memory: ObjectMemory,
+        (objects, memory): (ObjectOptions, ObjectMemory),
     ) -> Result<Written> {
         let SaveRequest { tensors, options, asker, staged, .. } = request;
         let staged = options.staged.clone().map(|tell| -> StagedFn {
@@ -453,7 +454,6 @@ impl CheckpointStore {
             progress: asker.callback(),
             ..self.writing()
         };
-        let objects = ObjectOptions { bytes: self.options.object_bytes };
         let target = self.opener.bridge.target();
         let mut writer = Writer::create_objects_in(target, Box::new(sink), objects, write, memory)?;
         writer.recall = Some(Arc::clone(recall));
