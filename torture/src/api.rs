@@ -109,18 +109,13 @@ impl Target {
     }
 }
 
-/// Time limit of a request while a store is attacked.
-const ATTACKED: Duration = Duration::from_secs(30);
-/// Time limit where nothing is in the way: a machine that is busy with other tests breaks no promise.
-const PATIENT: Duration = Duration::from_secs(120);
-
 /// Light on the machine, and patient enough for outages of seconds.
-fn options(deadline: Duration) -> StoreOptions {
+fn options() -> StoreOptions {
     let retry = Retry {
         attempts: 8,
         first_pause: Duration::from_millis(50),
         longest_pause: Duration::from_secs(1),
-        deadline,
+        deadline: Duration::from_secs(30),
         ..Retry::default()
     };
     let mut options = StoreOptions {
@@ -142,35 +137,24 @@ pub(crate) struct Store(CheckpointStore);
 impl Store {
     /// Creates a store with default options, as most users do.
     pub(crate) fn create(target: &Target) -> Result<Self, Error> {
-        CheckpointStore::create(&target.url, &target.options(), options(ATTACKED)).map(Self)
+        CheckpointStore::create(&target.url, &target.options(), options()).map(Self)
     }
 
     /// Creates a store where the user says that there will be one writer.
     pub(crate) fn create_single(target: &Target) -> Result<Self, Error> {
-        let mut options = options(ATTACKED);
+        let mut options = options();
         options.requests.writers = Writers::Single;
         CheckpointStore::create(&target.url, &target.options(), options).map(Self)
     }
 
-    /// As [`Store::create`], in a place that is not attacked.
-    pub(crate) fn create_patiently(target: &Target) -> Result<Self, Error> {
-        CheckpointStore::create(&target.url, &target.options(), options(PATIENT)).map(Self)
-    }
-
-    /// As [`Store::open`], in a place that is not attacked any more.
-    pub(crate) fn open_patiently(target: &Target) -> Result<Self, Error> {
-        CheckpointStore::open(&target.url, &target.options(), options(PATIENT)).map(Self)
-    }
-
     /// Opens a store that is there.
     pub(crate) fn open(target: &Target) -> Result<Self, Error> {
-        CheckpointStore::open(&target.url, &target.options(), options(ATTACKED)).map(Self)
+        CheckpointStore::open(&target.url, &target.options(), options()).map(Self)
     }
 
     /// Opens a store, or creates it with default options.
     pub(crate) fn open_or_create(target: &Target) -> Result<Self, Error> {
-        let options = options(ATTACKED);
-        CheckpointStore::open_or_create(&target.url, &target.options(), options).map(Self)
+        CheckpointStore::open_or_create(&target.url, &target.options(), options()).map(Self)
     }
 
     /// Whether the store is marked as one for several writers.

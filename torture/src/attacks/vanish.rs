@@ -35,7 +35,7 @@ fn vanish(plan: &Plan, server: Option<&Server>, what: &str) -> Outcome<Report> {
             break;
         }
         let scene = plan.scene(server)?;
-        let store = Store::create_patiently(&scene.target)?;
+        let store = Store::create(&scene.target)?;
         let values = |step| values::at(scene.seed(), step);
         let before = 1 + round as u64 % 4;
         for step in 0..before {
@@ -58,7 +58,7 @@ fn vanish(plan: &Plan, server: Option<&Server>, what: &str) -> Outcome<Report> {
                 }
             };
             saved += 1;
-            let restored = Store::open_patiently(&scene.target).and_then(|fresh| fresh.load(id));
+            let restored = Store::open(&scene.target).and_then(|fresh| fresh.load(id));
             let wrong = match restored {
                 Ok(found) => api::difference(scene.seed(), step, &found),
                 Err(e) => Some(e.to_string()),
