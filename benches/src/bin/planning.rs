@@ -59,7 +59,7 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// The dtype of the tensors with a prefix, and their values, repeated to fill `bytes` bytes.
+/// The dtype of the tensors with a prefix, and their values, repeated to fill `bytes` bytes but no part of a row.
 fn tensor_of(state: &State, prefix: &str, bytes: usize) -> Outcome<(DType, Vec<u8>)> {
     let mut dtype = None;
     let mut values = vec![];
@@ -71,7 +71,8 @@ fn tensor_of(state: &State, prefix: &str, bytes: usize) -> Outcome<(DType, Vec<u
         }
     }
     let dtype = dtype.ok_or_else(|| format!("no tensors `{prefix}*`"))?;
-    Ok((dtype, values.into_iter().cycle().take(bytes).collect()))
+    let rows = bytes / (dtype.size() * COLUMNS);
+    Ok((dtype, values.into_iter().cycle().take(rows * dtype.size() * COLUMNS).collect()))
 }
 
 fn measure(

@@ -81,6 +81,7 @@ impl Writer {
     ) -> PyResult<()> {
         let sources = in_groups(tensors.iter().map(source), &groups)?;
         let mut writer = self.take()?;
+        writer.expect(sources.iter().map(|s| s.values.bytes()).sum());
         let work = move || writer.write(&sources).map(|()| writer);
         let writer = self.watcher.run(py, progress, work)?;
         self.lock().replace(writer);

@@ -13,12 +13,9 @@ use s4_format::{ChunkRecord, Plan};
 use crate::error::{At, Error, Result};
 use crate::io;
 use crate::options::{Meter, thread_count};
-use crate::parallel::{lock, pool, worth};
+use crate::parallel::{CONNECTIONS, lock, pool, worth};
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
-
-/// Fewest threads where answers are slow, each with one request in flight.
-const REMOTE_REQUESTS: usize = 32;
 
 /// Most bytes of a request where requests are cheap: what it reads is then still in a core's cache
 /// when it is decoded.
@@ -340,10 +337,10 @@ impl Reader {
         )
     }
 
-    /// The most threads that read.
+    /// The most threads that read, each with one request in flight.
     pub(crate) fn threads(&self) -> usize {
         let threads = thread_count(self.options.threads);
-        if self.any_remote() { threads.max(REMOTE_REQUESTS) } else { threads }
+        if self.any_remote() { threads.max(CONNECTIONS) } else { threads }
     }
 
     /// As many threads as the work is worth.

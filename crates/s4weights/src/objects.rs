@@ -11,6 +11,7 @@ use s4_store::MAX_OBJECT;
 use crate::error::{At, Error, Result};
 use crate::io::{LOCAL_REQUEST, REMOTE_REQUEST, Source};
 use crate::options::ReadOptions;
+use crate::parallel::upload_size;
 use crate::reader::Reader;
 
 /// Takes the data objects of a checkpoint, whole, one after the other. Their names and storage are up to
@@ -163,9 +164,6 @@ impl Reader {
     }
 }
 
-/// Connections that it takes to use a fast network: each transfers some 100 MB/s.
-pub(crate) const CONNECTIONS: u64 = 32;
-
 /// How a checkpoint is cut into objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ObjectOptions {
@@ -185,8 +183,7 @@ impl ObjectOptions {
 
     /// Smaller objects if `values`, a checkpoint's bytes of values, would not fill one for each connection.
     pub(crate) fn for_connections(self, values: u64) -> Self {
-        let share = usize::try_from(values / CONNECTIONS).unwrap_or(usize::MAX);
-        Self { bytes: self.bytes.min(share.max(Self::LEAST)) }
+        Self { bytes: upload_size(values, Self::LEAST, self.bytes) }
     }
 
     pub(crate) fn check(self) -> Result<Self> {

@@ -15,6 +15,16 @@ pub(crate) fn worth(threads: usize, work: u64) -> usize {
     threads.min(usize::try_from(work).unwrap_or(usize::MAX)).max(1)
 }
 
+/// Connections that it takes to use a fast network: each transfers some 100 MB/s.
+pub(crate) const CONNECTIONS: usize = 32;
+
+/// The size of the pieces, at most `most` bytes, in which `values` bytes are uploaded over that many connections. They
+/// are no smaller than `least`.
+pub(crate) fn upload_size(values: u64, least: usize, most: usize) -> usize {
+    let share = usize::try_from(values / CONNECTIONS as u64).unwrap_or(usize::MAX);
+    share.max(least).min(most)
+}
+
 /// Threads that the requests of a file or a store run on. Most of the time they wait, but they encrypt and sign
 /// what is uploaded.
 pub(crate) fn request_threads() -> usize {

@@ -181,8 +181,9 @@ impl Writer {
         Ok(())
     }
 
-    /// Says that at most so many bytes of values will be written. A file in an object store is then uploaded in parts of
-    /// as many bytes as suit it: without this, in parts of 32 MiB. Has no effect once a part was uploaded.
+    /// Says how many bytes of values will be written, at most. A small file in an object store is then uploaded in smaller
+    /// parts, of 8 MiB or more, over more connections; without this, parts have 32 MiB. Has no effect once a part was
+    /// uploaded.
     pub fn expect(&mut self, values: u64) {
         self.out.expect(values);
     }

@@ -16,8 +16,7 @@ use tokio::task::JoinHandle;
 use super::{REMOTE_REQUEST, ReadAt, Sink};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::objects::CONNECTIONS;
-use crate::parallel::request_threads;
+use crate::parallel::{request_threads, upload_size};
 
 /// Bytes of a part: larger files are uploaded in parts. 10,000 parts are what S3 allows.
 const PART: usize = 32 << 20;
@@ -137,11 +136,10 @@ impl UploadSink {
         })
     }
 
-    /// Tells how many bytes of values follow, at most: if there are few, parts are so small that they use as many
+    /// Tells how many bytes of values follow, at most: if there are few, parts are small enough to take as many
     /// connections as those of a large file.
     pub(super) fn expect(&mut self, values: u64) {
-        let share = usize::try_from(values / CONNECTIONS).unwrap_or(usize::MAX);
-        let part = share.clamp(LEAST_PART, PART);
+        let part = upload_size(values, LEAST_PART, PART);
         if self.parts == 0 && self.buffer.len() <= part {
             self.part = part;
         }
