@@ -25,6 +25,7 @@ pub(crate) struct Journal {
     reserve: PathBuf,
     /// A file with the name of the store.
     store: PathBuf,
+    known: KnownStore,
     _lock: File,
 }
 
@@ -47,8 +48,8 @@ impl Journal {
         make_folder(state_dir, 0o750)?;
         let lock = lock(state_dir)?;
         let (folder, reserve) = (state_dir.join("journal"), state_dir.join("reserve"));
-        let store = state_dir.join("store");
-        let journal = Self { folder, reserve, store, _lock: lock };
+        let (store, known) = (state_dir.join("store"), KnownStore(state_dir.join("store-id")));
+        let journal = Self { folder, reserve, store, known, _lock: lock };
         make_folder(&journal.folder, 0o700)?;
         sync_folder(state_dir).map_err(|e| Error::io("sync", state_dir, e))?;
         let (records, damaged) = journal.read()?;
@@ -163,10 +164,12 @@ impl Journal {
         if self.store()?.as_deref() == Some(name) {
             return Ok(());
         }
-        let temporary = self.store.with_extension("tmp");
-        write_synced(&temporary, name.as_bytes())?;
-        fs::rename(&temporary, &self.store)?;
-        sync_folder(self.store.parent().unwrap_or(&self.folder))
+        replace(&self.store, name)
+    }
+
+    /// Where the id of that store is recorded.
+    pub(crate) fn known_store(&self) -> &KnownStore {
+        &self.known
     }
 
     /// Forgets a record.
@@ -183,6 +186,58 @@ impl Journal {
     fn path(&self, id: Uuid) -> PathBuf {
         self.folder.join(format!("{id}.json"))
     }
+}
+
+/// The file with the id of the store, as far as it was ever opened.
+#[derive(Debug, Clone)]
+pub(crate) struct KnownStore(PathBuf);
+
+impl KnownStore {
+    /// The id, if it was recorded.
+    ///
+    /// # Errors
+    /// Any I/O error; `InvalidData` if the file holds something else.
+    pub(crate) fn get(&self) -> io::Result<Option<Uuid>> {
+        match fs::read_to_string(&self.0) {
+            Ok(id) => Uuid::parse_str(id.trim()).map(Some).map_err(|e| {
+                let what = format!("{e}; without the file, whatever store is there is taken");
+                io::Error::new(io::ErrorKind::InvalidData, what)
+            }),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Records the id.
+    ///
+    /// # Errors
+    /// Any I/O error.
+    pub(crate) fn set(&self, id: Uuid) -> io::Result<()> {
+        replace(&self.0, &id.to_string())
+    }
+
+    /// Forgets the id.
+    ///
+    /// # Errors
+    /// Any I/O error.
+    pub(crate) fn forget(&self) -> io::Result<()> {
+        match fs::remove_file(&self.0) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+/// Replaces a small file; afterwards it is on the drive.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let temporary = path.with_extension("tmp");
+    write_synced(&temporary, text.as_bytes())?;
+    fs::rename(&temporary, path)?;
+    sync_folder(path.parent().unwrap_or(path))
 }
 
 fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {

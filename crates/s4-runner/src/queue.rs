@@ -193,11 +193,16 @@ impl Queue {
         self.lock().stopped
     }
 
-    /// Accepts a checkpoint whose file is staged. It is in the journal when this returns.
+    /// Accepts a checkpoint whose file is staged. It is in the journal when this returns. `None`: nothing was accepted,
+    /// since the queue is draining; whoever waits for that does not wait for what comes later.
     ///
     /// # Errors
     /// Any I/O error of the journal. Then nothing was accepted.
-    pub(crate) fn accept(&self, submission: Submission, staged_bytes: u64) -> io::Result<Record> {
+    pub(crate) fn accept(
+        &self,
+        submission: Submission,
+        staged_bytes: u64,
+    ) -> io::Result<Option<Record>> {
         let _changing = self.change();
         let seq = self.lock().records.last_key_value().map_or(1, |(last, _)| last + 1);
         let Submission { id, step, metrics, tags, uid, origin } = submission;
@@ -231,9 +236,21 @@ impl Queue {
             let _ = self.journal.remove(id);
             return Err(e);
         }
-        self.lock().insert(record.clone(), now.steady);
+        // At the same time, so that who sets the mode sees all that was accepted before.
+        let draining = {
+            let mut inner = self.lock();
+            let draining = inner.mode == Mode::Draining;
+            if !draining {
+                inner.insert(record.clone(), now.steady);
+            }
+            draining
+        };
+        if draining {
+            self.journal.remove(id)?;
+            return Ok(None);
+        }
         self.tell();
-        Ok(record)
+        Ok(Some(record))
     }
 
     /// Adds a checkpoint whose record the journal lost, and returns its new `seq`. That is a free

@@ -99,13 +99,10 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     let mut signals = Signals::new(usr1);
     let why = signals.wait(&service).await;
     notify::stopping(&why);
-    let open = tokio::select! {
-        open = drain(&service) => open,
-        why = signals.end() => {
-            tracing::warn!("{why} again: ending without waiting");
-            service.flush(Duration::ZERO).await
-        }
-    };
+    tokio::select! {
+        () = drain(&service) => {}
+        why = signals.end() => tracing::warn!("{why} again: ending without waiting"),
+    }
     worker.interrupt.stop();
     service.queue.stop();
     background.into_iter().for_each(|task| task.abort());
@@ -117,11 +114,11 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     if !failed.is_empty() {
         tracing::warn!("failed, and kept until they are forgotten: {}", named(&failed));
     }
-    if open == 0 {
+    let left: Vec<_> = records.iter().filter(|r| !r.state.is_final()).collect();
+    if left.is_empty() {
         tracing::info!("all that was accepted is durable");
         return Ok(());
     }
-    let left: Vec<_> = records.iter().filter(|r| !r.state.is_final()).collect();
     Err(Error::NotDurable { count: left.len(), which: named(&left) })
 }
 
@@ -154,7 +151,10 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
         tracing::error!(record = bad.name, why = bad.why, "a record of the journal cannot be read");
     }
     let staging = Staging::open(&config.staging())?;
-    stay_with_store(&config, &journal, &staging, &mut records)?;
+    let known = journal.known_store();
+    let stores = Stores::new(config.clone(), staging.clone(), known.clone())
+        .map_err(|e| Error::io("read", known.path(), e))?;
+    stay_with_store(&config, &journal, &stores, &mut records, damaged.len())?;
     let find = |id: Uuid| records.iter().find(|r| r.id == id);
     // A record that cannot be read may belong to any of the files, so all of them stay.
     let is_known = |id| find(id).is_some() || !damaged.is_empty();
@@ -172,7 +172,7 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
         }
     }
     let queue = Arc::new(Queue::new(journal, records, &Moment::now()));
-    let stores = Arc::new(Stores::new(config.clone(), staging.clone()));
+    let stores = Arc::new(stores);
     let health = Arc::new(Health::default());
     let metrics = Arc::new(Metrics::default());
     let worker = Worker {
@@ -203,32 +203,50 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
     Ok((Arc::new(service), worker))
 }
 
-/// Refuses another store while checkpoints of the last one are not durable, else forgets its
+/// Refuses another store while checkpoints of the last one are not durable, or may not be; else forgets its
 /// records: what is durable there would be taken for durable here.
 fn stay_with_store(
     config: &Config,
     journal: &Journal,
-    staging: &Staging,
+    stores: &Stores,
     records: &mut Vec<Record>,
+    damaged: usize,
 ) -> Result<()> {
     let name = config.store_name();
     let before = journal.store().map_err(|e| Error::io("read", &config.state_dir, e))?;
     if before.as_ref().is_some_and(|before| *before != name) {
-        let open = records.iter().filter(|r| r.state != State::Durable).count();
         let before = before.unwrap_or_default();
-        if open > 0 {
-            return Err(Error::Config(format!(
-                "{}: {open} checkpoints are not durable in {before} yet, and are not for {name}: start the runner with \
-                 that store until they are durable or forgotten, or use another state folder and staging folder",
+        let mut open = records.iter().filter(|r| r.state != State::Durable).count();
+        let refused = |what: String| {
+            Err(Error::Config(format!(
+                "{}: {what}, and not for {name}: start the runner with {before} until they are durable or forgotten, or \
+                 use another state folder and staging folder",
                 config.state_dir.display()
-            )));
+            )))
+        };
+        if open == 0 && damaged > 0 {
+            return refused(format!(
+                "{damaged} records cannot be read, whose checkpoints are for {before}"
+            ));
+        }
+        if open == 0 {
+            // The journal may have lost its record.
+            match stores.not_durable(records) {
+                Ok(found) => open = found,
+                Err(e) => {
+                    return refused(format!("the checkpoints there are for {before} ({e})"));
+                }
+            }
+        }
+        if open > 0 {
+            return refused(format!("{open} checkpoints are not durable in {before} yet"));
         }
         tracing::warn!(
             before,
             now = name,
             "the store has changed: forgetting what became durable in the previous one"
         );
-        staging.clear_local().map_err(|e| Error::io("clear", &staging.local(), e))?;
+        stores.clear().map_err(|e| Error::io("clear", &config.staging(), e))?;
         for record in records.drain(..) {
             journal.remove(record.id).map_err(|e| Error::io("clear", &config.state_dir, e))?;
         }
@@ -340,13 +358,12 @@ impl Signals {
     }
 }
 
-/// Stops accepting, and waits until everything is durable or time is up. Returns how many are not.
-async fn drain(service: &Service) -> usize {
+/// Stops accepting, and waits until everything is durable or time is up.
+async fn drain(service: &Service) {
     let began = Instant::now();
     service.queue.set_mode(Mode::Draining);
     let open = service.flush(service.config.drain()).await;
     tracing::info!(open, seconds = began.elapsed().as_secs_f64(), "drained");
-    open
 }
 
 /// Waits for the threads, but not longer than [`END`].

@@ -132,9 +132,9 @@ impl Service {
         self.check_quota(bytes)?;
         let bytes = self.staging.take(id, uid)?;
         (self.reached)("taken");
-        let accepted = self.queue.accept(submission, bytes).inspect_err(|_| {
-            self.staging.give_back(id);
-        })?;
+        let accepted = self.queue.accept(submission, bytes).map_err(Refusal::from);
+        let accepted = accepted.and_then(|record| record.ok_or(Refusal::Draining));
+        let accepted = accepted.inspect_err(|_| self.staging.give_back(id))?;
         self.metrics.accepted();
         (self.reached)("accepted");
         Ok(accepted)

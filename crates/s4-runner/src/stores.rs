@@ -5,10 +5,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use s4weights::store::{
-    Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, StoreOptions, SweepOptions,
+    Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, StoreError, StoreOptions,
+    SweepOptions,
 };
+use uuid::Uuid;
 
 use crate::config::Config;
+use crate::journal::KnownStore;
 use crate::record::{Record, State};
 use crate::staging::Staging;
 
@@ -25,13 +28,24 @@ pub(crate) struct Stores {
     staging: Staging,
     local: Mutex<Option<Arc<CheckpointStore>>>,
     remote: Mutex<Option<Arc<CheckpointStore>>>,
+    /// The id of the store that checkpoints became durable in, once it was opened, and where it is recorded.
+    known: Mutex<Option<Uuid>>,
+    record: KnownStore,
 }
 
 impl Stores {
     /// Opens nothing yet.
-    #[must_use]
-    pub(crate) fn new(config: Config, staging: Staging) -> Self {
-        Self { config, staging, local: Mutex::default(), remote: Mutex::default() }
+    ///
+    /// # Errors
+    /// Any error of reading the id of the store that was used before.
+    pub(crate) fn new(
+        config: Config,
+        staging: Staging,
+        record: KnownStore,
+    ) -> std::io::Result<Self> {
+        let known = Mutex::new(record.get()?);
+        let (local, remote) = Default::default();
+        Ok(Self { config, staging, local, remote, known, record })
     }
 
     /// The local store.
@@ -46,19 +60,47 @@ impl Stores {
         })
     }
 
-    /// The store that checkpoints become durable in.
+    /// The store that checkpoints become durable in. It is created only if this runner has never used one: where a known
+    /// store is gone, because a file system is not mounted or a bucket was emptied, a new one would take checkpoints that
+    /// are not found later.
     ///
     /// # Errors
-    /// Errors of opening or creating it.
+    /// Errors of opening or creating it; [`StoreError::Gone`] if there is none, or another one, where a store is known.
     pub(crate) fn remote(&self) -> s4weights::Result<Arc<CheckpointStore>> {
         open(&self.remote, || {
+            let (url, storage) = (&self.config.store, &self.config.storage_options);
             let options = self.options(self.config.bandwidth);
-            CheckpointStore::open_or_create(
-                &self.config.store,
-                &self.config.storage_options,
-                options,
-            )
+            let mut known = self.known.lock().unwrap_or_else(|e| e.into_inner());
+            let Some(id) = *known else {
+                let store = CheckpointStore::open_or_create(url, storage, options)?;
+                let id = store.repo().id;
+                *known = Some(id);
+                if let Err(e) = self.record.set(id) {
+                    let path = self.record.path().display();
+                    tracing::warn!(error = %e, "{path}: the store's id cannot be recorded");
+                }
+                return Ok(store);
+            };
+            let found = CheckpointStore::open(url, storage, options);
+            let is_none = |e: &s4weights::Error| {
+                matches!(e, s4weights::Error::Store { source, .. }
+                    if matches!(**source, StoreError::NoStore { .. }))
+            };
+            match found {
+                Ok(store) if store.repo().id == id => Ok(store),
+                Ok(store) => {
+                    Err(self.gone(format!("it is store {} now, not {id}", store.repo().id)))
+                }
+                Err(e) if is_none(&e) => Err(self.gone(format!("store {id} is not there"))),
+                Err(e) => Err(e),
+            }
         })
+    }
+
+    fn gone(&self, what: String) -> s4weights::Error {
+        let place = self.config.store_name();
+        let source = Box::new(StoreError::Gone { place: place.clone(), what });
+        s4weights::Error::Store { target: place, source }
     }
 
     /// Makes the next use open the store again: it may have been replaced.
@@ -90,6 +132,29 @@ impl Stores {
         self.remote()?.apply_retention(&policy).map(drop)
     }
 
+    /// How many checkpoints the local store has that no record says are durable.
+    ///
+    /// # Errors
+    /// Errors of opening the local store.
+    pub(crate) fn not_durable(&self, records: &[Record]) -> s4weights::Result<usize> {
+        if !self.staging.local().exists() {
+            return Ok(0);
+        }
+        let state = self.local()?.state()?;
+        Ok(state.list().into_iter().filter(|c| !is_durable(c, records)).count())
+    }
+
+    /// Removes the local store, and forgets which store was used: the next one is another.
+    ///
+    /// # Errors
+    /// Any I/O error.
+    pub(crate) fn clear(&self) -> std::io::Result<()> {
+        self.local.lock().unwrap_or_else(|e| e.into_inner()).take();
+        self.staging.clear_local()?;
+        *self.known.lock().unwrap_or_else(|e| e.into_inner()) = None;
+        self.record.forget()
+    }
+
     /// Retires a checkpoint of the local store, so that no later start adopts it again. A parent of
     /// others stays.
     pub(crate) fn forget_local(&self, id: Option<CheckpointId>) {
@@ -111,18 +176,12 @@ impl Stores {
             sweep(&local)?;
         }
         let state = local.state()?;
-        // A checkpoint without a record may exist nowhere else.
-        let durable = |c: &Checkpoint| {
-            let own = c.about.tags.get(SUBMISSION);
-            let of = records.iter().find(|r| own == Some(&r.id.to_string()));
-            of.is_some_and(|r| r.state == State::Durable)
-        };
         let keep = if tidy == Tidy::Full { 0 } else { self.config.keep_local.max(1) };
         let listed = state.list();
         let cut = listed.len().saturating_sub(keep);
         let mut gone: Vec<CheckpointId> = vec![];
         // The newest first: an ancestor of one that stays must stay.
-        for id in listed[..cut].iter().rev().filter(|c| durable(c)).map(|c| c.id()) {
+        for id in listed[..cut].iter().rev().filter(|c| is_durable(c, records)).map(|c| c.id()) {
             let free = state.descendants(&[id]).iter().all(|d| *d == id || gone.contains(d));
             if free {
                 gone.push(id);
@@ -134,6 +193,13 @@ impl Stores {
         local.retire(&gone, "durable elsewhere")?;
         sweep(&local)
     }
+}
+
+/// Whether a record says that a checkpoint of the local store is durable. One without a record may exist nowhere else.
+fn is_durable(checkpoint: &Checkpoint, records: &[Record]) -> bool {
+    let own = checkpoint.about.tags.get(SUBMISSION);
+    let of = records.iter().find(|r| own == Some(&r.id.to_string()));
+    of.is_some_and(|r| r.state == State::Durable)
 }
 
 /// How thoroughly the local store is tidied up.
@@ -168,10 +234,7 @@ fn open(
 ///
 /// # Errors
 /// Errors of reading the log.
-pub(crate) fn find(
-    store: &CheckpointStore,
-    id: uuid::Uuid,
-) -> s4weights::Result<Option<Checkpoint>> {
+pub(crate) fn find(store: &CheckpointStore, id: Uuid) -> s4weights::Result<Option<Checkpoint>> {
     let id = id.to_string();
     let state = store.state()?;
     let found = state.list().into_iter().rev();

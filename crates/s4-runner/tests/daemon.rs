@@ -148,6 +148,35 @@ fn a_shutdown_that_leaves_something_says_so() {
 }
 
 #[test]
+fn what_comes_too_late_is_not_accepted() {
+    let setup = Setup::new("drain_seconds = 10\n");
+    fs::write(setup.store(), "").unwrap();
+    let daemon = setup.start();
+    setup.wait(setup.save(1), "verified");
+    daemon.stop();
+    // It pauses between taking a file and accepting it.
+    let daemon = setup.start_with("*:1500", |_| {});
+    let id = Uuid::new_v4();
+    write_checkpoint(&setup.offered(id), 2);
+    std::thread::scope(|scope| {
+        let submitted = scope.spawn(|| setup.submit(id, 2));
+        until("the file is taken", || !setup.offered(id).exists());
+        daemon.signal("TERM");
+        daemon.wait_until_draining();
+        let answer = submitted.join().unwrap();
+        assert_eq!(answer.status, 503, "{}", answer.text);
+        assert_eq!(answer.json()["error"], "draining", "{}", answer.text);
+    });
+    // The trainer still has its file, and no start finds a trace of it.
+    assert!(setup.offered(id).is_file());
+    assert!(!daemon.stop(), "the first one is not durable");
+    let daemon = setup.start();
+    let path = format!("/v1/submissions/{id}");
+    assert_eq!(setup.ask("GET", &path, None).unwrap().status, 404);
+    daemon.stop();
+}
+
+#[test]
 fn what_was_forgotten_keeps_nobody_from_being_ready() {
     let setup = Setup::default();
     let daemon = setup.start();

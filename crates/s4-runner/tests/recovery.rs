@@ -164,6 +164,79 @@ fn what_the_journal_lost_becomes_durable() {
     }
 }
 
+/// Waits until the runner says what is wrong with the store.
+fn says(setup: &Setup, id: Uuid, what: &str) {
+    let end = Instant::now() + LONG;
+    loop {
+        let found = setup.wait(id, "verified");
+        if found["error"].as_str().is_some_and(|e| e.contains(what)) {
+            return;
+        }
+        assert!(Instant::now() < end, "{found}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn where_a_store_vanished_no_other_is_used() {
+    let setup = Setup::new("drain_seconds = 1\n");
+    let daemon = setup.start();
+    let first = setup.save(1);
+    setup.wait(first, "durable");
+    // As if its file system were not mounted any more.
+    let aside = setup.path("aside");
+    fs::rename(setup.store(), &aside).unwrap();
+    let second = setup.save(2);
+    says(&setup, second, "is not there");
+    assert_eq!(daemon.get("/readyz").status, 503);
+    assert!(!daemon.stop(), "it is not durable");
+    // Nor does a runner that starts before the file system is mounted create a store.
+    fs::create_dir(setup.store()).unwrap();
+    let daemon = setup.start();
+    says(&setup, second, "is not there");
+    assert_eq!(fs::read_dir(setup.store()).unwrap().count(), 0);
+    // And the store of somebody else is not this one.
+    save_elsewhere(&setup.store(), 9, 9);
+    says(&setup, second, "it is store ");
+    setup.check_store(&[9]);
+    fs::remove_dir_all(setup.store()).unwrap();
+    fs::rename(&aside, setup.store()).unwrap();
+    setup.wait(second, "durable");
+    assert!(daemon.stop());
+    setup.check_store(&[1, 2]);
+}
+
+#[test]
+fn checkpoints_without_records_keep_their_store() {
+    for all in [false, true] {
+        let setup = Setup::new("drain_seconds = 1\n");
+        take_store_away(&setup);
+        let daemon = setup.start();
+        let id = setup.save(1);
+        is_verified(&setup, id);
+        daemon.stop();
+        if all {
+            fs::remove_dir_all(setup.path("state/journal")).unwrap();
+        } else {
+            fs::write(record(&setup, id), "{").unwrap();
+        }
+        let other = setup.path("other");
+        let setup = Setup { more: format!("store = {:?}\n", other.to_str().unwrap()), ..setup };
+        assert_eq!(setup.spawn("", |_| {}).wait().code(), Some(78));
+        bring_store_back(&setup);
+        let setup = Setup { more: String::new(), ..setup };
+        let daemon = setup.start();
+        let end = Instant::now() + LONG;
+        let path = format!("/v1/submissions/{id}?state=durable&timeout_ms=60000");
+        while setup.ask("GET", &path, None).unwrap().json()["state"] != "durable" {
+            assert!(Instant::now() < end);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        daemon.stop();
+        setup.check_store(&[1]);
+    }
+}
+
 #[test]
 fn a_drive_that_was_away_for_one_start_loses_nothing() {
     let setup = Setup::new("drain_seconds = 1\n");
