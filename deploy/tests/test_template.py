@@ -69,7 +69,7 @@ def launch(template: Template) -> dict[str, Any]:
 
 
 def user_data(template: Template) -> list[Any]:
-    return props(template, "Instance")["UserData"]["Fn::Base64"]["Fn::Sub"]
+    return launch(template)["UserData"]["Fn::Base64"]["Fn::Sub"]
 
 
 @breaks(lambda t: t["Resources"]["Bucket"].pop("DeletionPolicy"))
@@ -274,6 +274,28 @@ def the_stack_waits_for_the_runner(t: Template) -> None:
     assert signal == {"Count": 1, "Timeout": "PT20M"}
 
 
+@breaks(lambda t: t["Resources"]["Instance"].pop("DependsOn"))
+@breaks(lambda t: t["Resources"]["Instance"].pop("Metadata"))
+@breaks(lambda t: t["Resources"]["Instance"]["Metadata"]["Needs"].pop())
+def what_draining_needs_outlives_the_instance(t: Template) -> None:
+    instance = t["Resources"]["Instance"]
+    needed = {instance["DependsOn"]}
+    for condition, resource, nothing in (n["Fn::If"] for n in instance["Metadata"]["Needs"]):
+        assert t["Resources"][resource["Ref"]]["Condition"] == condition and nothing == ""
+        needed.add(resource["Ref"])
+    policies = {n for n, r in t["Resources"].items() if r["Type"] == "AWS::IAM::Policy"}
+    assert needed == policies | {"S3Endpoint"}
+
+
+@breaks(lambda t: props(t, "Instance").update(UserData=launch(t).pop("UserData")))
+@breaks(lambda t: props(t, "Instance")["LaunchTemplate"].update(Version="1"))
+def a_new_configuration_makes_a_new_instance(t: Template) -> None:
+    # User data of an instance may change without replacing it, and is not read again.
+    assert "UserData" in launch(t) and "UserData" not in props(t, "Instance")
+    version = {"Fn::GetAtt": ["LaunchTemplate", "LatestVersionNumber"]}
+    assert props(t, "Instance")["LaunchTemplate"]["Version"] == version
+
+
 @breaks(lambda t: t["Parameters"]["ImageId"].update(Default="/x"))
 @breaks(lambda t: t["Parameters"]["ImageId"].update(Type="String"))
 @breaks(lambda t: props(t, "Instance").update(ImageId="ami-1234"))
@@ -406,9 +428,7 @@ def run_user_data(
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
-    script = resolved(
-        real()["Resources"]["Instance"]["Properties"]["UserData"]["Fn::Base64"], conditions
-    )
+    script = resolved(launch(real())["UserData"]["Fn::Base64"], conditions)
     script = script.replace("/etc/s4weights", str(tmp_path / "etc"))
     script = script.replace(VALUES["IdentityCertificate"], certificate)
     script = script.replace("/opt/aws/bin/cfn-signal", str(tmp_path / "bin" / "cfn-signal"))
