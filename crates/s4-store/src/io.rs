@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::local::{Folder, Trust};
 use crate::manifest::MAX_OBJECT;
 use crate::options::{PutFiles, Retry};
-use crate::retry::Retrier;
+use crate::retry::{Progress, Retrier};
 
 pub(crate) use crate::retry::is_permanent;
 
@@ -279,15 +279,18 @@ impl Io {
         prefix: &Path,
         offset: Option<&Path>,
     ) -> Result<Vec<ObjectMeta>> {
+        // Of millions of objects, pages come for many minutes.
+        let progress = Progress::default();
         let list = || async {
             match offset {
                 Some(offset) => self.store.list_with_offset(Some(prefix), offset),
                 None => self.store.list(Some(prefix)),
             }
+            .inspect_ok(|_| progress.made())
             .try_collect::<Vec<_>>()
             .await
         };
-        self.retrier.run("list", prefix.as_ref(), 0, list).await
+        self.retrier.run_while_moving("list", prefix.as_ref(), 0, &progress, list).await
     }
 
     /// Deletes an object, which may be gone already.

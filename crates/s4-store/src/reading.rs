@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures::{Stream, StreamExt};
 use object_store::path::Path;
 use s4_format::Digest;
 
@@ -17,6 +18,9 @@ use crate::store::Inner;
 
 /// From this many bytes on, hashing moves off the threads that wait for the network.
 const HASH_ASIDE: usize = 1 << 20;
+
+/// The most bytes that [`Reading::objects`] reads ahead: four objects of the usual size.
+const AHEAD: u64 = 128 << 20;
 
 /// A checkpoint's manifest, and access to its objects.
 #[derive(Debug, Clone)]
@@ -72,6 +76,16 @@ impl Reading {
                 return Err(Error::corrupt(key, "its hash is not the one in the manifest"));
             }
         }
+    }
+
+    /// All objects in order, each as by [`Reading::object`]. Several are read at the same time: up to 128 MiB, or one if
+    /// that is larger.
+    pub fn objects(&self) -> impl Stream<Item = Result<Bytes>> + Send + '_ {
+        let largest = self.manifest.objects.iter().map(|o| o.len).max().unwrap_or(0).max(1);
+        let at_once = usize::try_from(AHEAD / largest).unwrap_or(usize::MAX);
+        let at_once = at_once.clamp(1, self.inner.concurrency());
+        let read = move |n| async move { self.object(n).await };
+        futures::stream::iter(0..self.object_count()).map(read).buffered(at_once)
     }
 
     /// A range of an object's bytes, of which only the length is checked; the caller has checksums.

@@ -3,6 +3,7 @@
 use std::error::Error as StdError;
 
 use bytes::Bytes;
+use futures::TryStreamExt;
 
 use crate::attempt::{About, Attempt, Staged};
 use crate::error::{Error, Result};
@@ -95,9 +96,7 @@ impl Store {
         staged: &Staged,
     ) -> Result<()> {
         let reading = staged.reading();
-        for n in 0..reading.object_count() {
-            reading.object(n).await?;
-        }
+        reading.objects().try_for_each(|_| std::future::ready(Ok(()))).await?;
         rebaser.verify(self, chain, staged).await.map_err(Error::Callback)
     }
 }

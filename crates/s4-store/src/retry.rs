@@ -20,6 +20,21 @@ const SLOWEST: u64 = 64 << 10;
 /// passed.
 const WARN_AFTER: Duration = Duration::from_secs(5);
 
+/// When a request that brings one answer after the other, such as a listing, brought the last one.
+#[derive(Debug, Default)]
+pub(crate) struct Progress(Mutex<Option<Instant>>);
+
+impl Progress {
+    /// Notes an answer.
+    pub(crate) fn made(&self) {
+        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(Instant::now());
+    }
+
+    fn last(&self) -> Option<Instant> {
+        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
 /// Repeats requests to one object store.
 #[derive(Debug)]
 pub struct Retrier {
@@ -51,27 +66,48 @@ impl Retrier {
         action: &'static str,
         key: &str,
         bytes: u64,
+        request: impl FnMut() -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        self.run_while_moving(action, key, bytes, &Progress::default(), request).await
+    }
+
+    /// As [`Retrier::run`], but its time begins anew with each answer that `progress` is told of: a request that brings
+    /// many may take as long as they come.
+    pub(crate) async fn run_while_moving<T, F>(
+        &self,
+        action: &'static str,
+        key: &str,
+        bytes: u64,
+        progress: &Progress,
         mut request: impl FnMut() -> F,
     ) -> Result<T>
     where
         F: Future<Output = object_store::Result<T>>,
     {
-        let start = Instant::now();
+        let begun = Instant::now();
         let moving = Duration::from_secs(bytes / SLOWEST);
+        let start = || progress.last().unwrap_or(begun);
         let late = |last| {
-            let limit = round(start.elapsed());
+            let limit = round(start().elapsed());
             Error::Deadline { action, key: key.to_owned(), limit, last }
         };
         let mut last = None;
         for attempt in 0.. {
-            let end = start + self.patience(last.as_ref());
-            let error = match tokio::time::timeout_at(end + moving, request()).await {
-                Ok(Ok(value)) => {
-                    self.met.store(true, Ordering::Relaxed);
-                    return Ok(value);
+            let mut trying = std::pin::pin!(request());
+            let error = loop {
+                let end = start() + self.patience(last.as_ref()) + moving;
+                match tokio::time::timeout_at(end, &mut trying).await {
+                    Ok(Ok(value)) => {
+                        self.met.store(true, Ordering::Relaxed);
+                        return Ok(value);
+                    }
+                    Ok(Err(error)) => break error,
+                    Err(_) if start() + self.patience(last.as_ref()) + moving > end => {}
+                    Err(_) => return Err(late(last.unwrap_or_else(Failure::silent))),
                 }
-                Ok(Err(error)) => error,
-                Err(_) => return Err(late(last.unwrap_or_else(Failure::silent))),
             };
             let failure = Failure::new(&error);
             let cause = failure.cause();
@@ -85,14 +121,14 @@ impl Retrier {
             if is_permanent(&error) || attempt + 1 >= self.retry.attempts {
                 return Err(Error::Storage { action, key: key.to_owned(), source: failure });
             }
-            let end = start + self.patience(Some(&failure));
+            let end = start() + self.patience(Some(&failure));
             let left = end.saturating_duration_since(Instant::now());
             if left < self.retry.first_pause {
                 return Err(late(failure));
             }
             // Shorter pauses near the end: the last tries may be the ones that succeed.
             let pause = self.retry.pause(attempt, jitter(key, attempt)).min(left / 2);
-            self.tell(action, key, &failure, start.elapsed() + pause, end);
+            self.tell(action, key, &failure, start().elapsed() + pause, end);
             last = Some(failure);
             tokio::time::sleep(pause).await;
         }
@@ -236,6 +272,44 @@ mod tests {
             assert_eq!(error.cause(), Some(Cause::Timeout));
             assert_eq!(start.elapsed().as_secs(), most);
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_listing_may_take_as_long_as_it_goes_on() {
+        // Each page comes after three seconds; the deadline is five.
+        for (pages, stuck, ok) in [(100, false, true), (100, true, false)] {
+            let retrier = Retrier::new(Retry::within(Duration::from_secs(5)));
+            let (progress, start) = (Progress::default(), Instant::now());
+            let list = || async {
+                for _ in 0..pages {
+                    tokio::time::sleep(Duration::from_secs(3)).await;
+                    progress.made();
+                }
+                match stuck {
+                    true => std::future::pending().await,
+                    false => Ok(pages),
+                }
+            };
+            let done = retrier.run_while_moving("list", "k", 0, &progress, list).await;
+            assert_eq!(done.is_ok(), ok, "{done:?}");
+            let most = 3 * pages + if ok { 0 } else { 5 };
+            assert_eq!(start.elapsed().as_secs(), most);
+        }
+        // It is tried again where it failed late, too.
+        let retrier = Retrier::new(Retry::within(Duration::from_secs(5)));
+        let (progress, tries) = (Progress::default(), AtomicU32::new(0));
+        let list = || async {
+            let again = tries.fetch_add(1, Ordering::Relaxed) > 0;
+            for _ in 0..10 {
+                tokio::time::sleep(Duration::from_secs(3)).await;
+                progress.made();
+            }
+            let reset = io::Error::from(io::ErrorKind::ConnectionReset);
+            let failed = object_store::Error::Generic { store: "test", source: reset.into() };
+            if again { Ok(()) } else { Err(failed) }
+        };
+        retrier.run_while_moving("list", "k", 0, &progress, list).await.unwrap();
+        assert_eq!(tries.load(Ordering::Relaxed), 2);
     }
 
     #[tokio::test(start_paused = true)]

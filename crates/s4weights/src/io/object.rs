@@ -210,27 +210,23 @@ impl UploadSink {
         let done = self
             .threads
             .block_on(async { tokio::time::timeout(deadline, upload.complete()).await });
-        let done = match done {
-            Ok(done) => done,
-            Err(e) => {
-                self.upload = Some(upload);
-                return Err(e);
-            }
-        };
-        let error = match done {
-            Ok(Ok(_)) => return Ok(()),
-            Ok(Err(e)) if Failure::new(&e).cause().is_permanent() => Some(e),
-            Ok(Err(e)) => (!self.arrived()?).then_some(e),
-            Err(_) if self.arrived()? => None,
-            Err(e) => {
-                let late = std::io::Error::new(std::io::ErrorKind::TimedOut, e);
-                self.upload = Some(upload);
-                return Err(Error::io(&self.name, "complete the upload of", late));
-            }
-        };
-        let Some(error) = error else { return Ok(()) };
+        // Unless the object turns out to be there, the parts must be removed.
         self.upload = Some(upload);
-        Err(Error::store(&self.name, "complete the upload of", error))
+        let failed = |e| Error::store(&self.name, "complete the upload of", e);
+        let error = match done? {
+            Ok(Ok(_)) => None,
+            Ok(Err(e)) if Failure::new(&e).cause().is_permanent() => Some(failed(e)),
+            Ok(Err(e)) => (!self.arrived()?).then(|| failed(e)),
+            Err(e) => (!self.arrived()?).then(|| {
+                let late = std::io::Error::new(std::io::ErrorKind::TimedOut, e);
+                Error::io(&self.name, "complete the upload of", late)
+            }),
+        };
+        if let Some(error) = error {
+            return Err(error);
+        }
+        self.upload = None;
+        Ok(())
     }
 
     /// Whether the object is there, in place of what was there before.

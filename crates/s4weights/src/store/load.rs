@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use futures::TryStreamExt;
 use s4_store::{Checkpoint, CheckpointId, Error as StoreError, State};
 
 use crate::error::{Error, ParentProblem, Result};
@@ -137,10 +138,7 @@ impl CheckpointStore {
         let (store, checkpoint) = (self.opener.store.clone(), self.listed(id)?);
         self.opener.bridge.ask(async move {
             let reading = store.read_manifest(&checkpoint).await?;
-            let mut objects = vec![];
-            for n in 0..reading.object_count() {
-                objects.push(reading.object(n).await?);
-            }
+            let objects = reading.objects().try_collect().await?;
             Ok(StoredBytes { index: reading.manifest().blob.clone(), objects })
         })
     }

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
+use futures::{StreamExt, stream};
 use s4_store::{About, Checkpoint, CheckpointId, Conflict, End, Error as StoreError, Reference};
 
 use crate::error::{Error, Result};
@@ -64,8 +65,10 @@ impl CheckpointStore {
                 attempt.expect_parent(parent);
             }
             let mut done = 0;
-            for (n, object) in (0..).zip(&reading.manifest().objects) {
-                let bytes = reading.object(n).await?;
+            let infos = stream::iter((0..).zip(&reading.manifest().objects));
+            let mut read = std::pin::pin!(reading.objects().zip(infos));
+            while let Some((bytes, (n, object))) = read.next().await {
+                let bytes = bytes?;
                 attempt.put_hashed(n, &object.kind, bytes, object.blake3).await?;
                 done += object.len;
                 if tell.as_ref().is_some_and(|tell| !tell(Progress { done, total })) {
