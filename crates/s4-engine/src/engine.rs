@@ -105,21 +105,30 @@ impl<'a, E> Jobs<'a, E> {
             let what = format!("{} plans for {} tensors", self.plans.len(), self.tensors.len());
             return Err(TensorError { tensor: 0, source: Error::limit(what) });
         }
-        for (tensor, t) in self.tensors.iter().enumerate() {
-            let elements = t.shape.iter().try_fold(t.dtype.size() as u64, |n, d| n.checked_mul(*d));
-            if elements != Some(t.values.bytes()) {
-                let (bytes, shape, dtype) = (t.values.bytes(), t.shape, t.dtype);
-                let what = format!("{bytes} bytes of values for shape {shape:?} of {dtype}");
-                return Err(TensorError { tensor, source: Error::limit(what) });
-            }
-        }
-        Ok(())
+        self.tensors.iter().enumerate().try_for_each(|(tensor, t)| {
+            let filled = fills(t.dtype, t.shape, t.values.bytes());
+            filled.map_err(|source| TensorError { tensor, source })
+        })
     }
 
     /// The chunks of some of the tensors, given by index.
     pub(crate) fn queue(&self, tensors: impl Iterator<Item = usize>) -> ChunkQueue<'a> {
         let (waiting, chunk) = (tensors.collect(), 0);
         ChunkQueue { tensors: self.tensors, plans: self.plans, waiting, chunk }
+    }
+}
+
+/// Checks that a tensor's values fill its shape.
+pub(crate) fn fills(dtype: DType, shape: &[u64], bytes: u64) -> s4_format::Result<()> {
+    let elements = match shape.contains(&0) {
+        true => Some(0),
+        false => shape.iter().try_fold(dtype.size() as u64, |n, d| n.checked_mul(*d)),
+    };
+    match elements == Some(bytes) {
+        true => Ok(()),
+        false => {
+            Err(Error::limit(format!("{bytes} bytes of values for shape {shape:?} of {dtype}")))
+        }
     }
 }
 

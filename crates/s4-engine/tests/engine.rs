@@ -236,6 +236,15 @@ fn an_error_of_the_sink_ends_the_work_and_what_does_not_fit_is_refused() {
     let shape = wrong(TensorValues { shape: &[3], ..tensor }, &plans);
     assert!(shape.contains("524288 bytes of values for shape [3]"), "{shape}");
     assert!(wrong(tensor, &[]).contains("0 plans for 1 tensors"));
+    for shape in [&[1 << 12, 1 << 12][..], &[3], &[1 << 62, 0], &[1 << 62, 1 << 62]] {
+        let tensor = TensorValues { shape, ..tensor };
+        let planned = Engine::plan::<TensorError>(&cpu, PRESET, &[tensor], &NoInputs, None);
+        let error = planned.unwrap_err().to_string();
+        assert!(error.contains("524288 bytes of values for shape"), "{error}");
+    }
+    // Empty, however large its other dimensions are.
+    let empty = TensorValues::new(DTYPE, &[1 << 62, 0], &[][..]);
+    assert_eq!(encode(&cpu, &Jobs::new(&[empty], &plans)).unwrap().len(), 0);
     // SAFETY: it is not used.
     let memory = unsafe { DeviceMemory::new(0, 0, 1 << 19, 0) };
     let there = wrong(TensorValues { values: memory.into(), ..tensor }, &plans);

@@ -8,7 +8,9 @@ use std::ops::Range;
 use crate::ChunkRecord;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::limits::{CHUNK_LOG2, MAX_NAME, MAX_RANK, MAX_SIDE, MAX_TENSOR_BYTES, MAX_TENSORS};
+use crate::limits::{
+    CHUNK_LOG2, MAX_NAME, MAX_RANK, MAX_SIDE, MAX_TENSOR_BYTES, MAX_TENSOR_TABLE, MAX_TENSORS,
+};
 use crate::wire::{Cursor, are_disjoint, fit};
 
 /// Bytes of a tensor's record.
@@ -101,7 +103,7 @@ impl Tensor {
 /// Writes a tensor table.
 ///
 /// # Errors
-/// `Limit` if there are too many tensors, or a name, shape or number does not fit.
+/// `Limit` if there are too many tensors, a name, shape or number does not fit, or the table is larger than readers accept.
 pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
     if tensors.len() > MAX_TENSORS {
         return Err(Error::limit(format!("{} tensors", tensors.len())));
@@ -134,8 +136,15 @@ pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
         dims.extend(&t.shape);
         names.extend(t.name.as_bytes());
     }
-    let mut out =
-        Vec::with_capacity(TABLE_HEADER_LEN + records.len() + 8 * dims.len() + names.len());
+    let len = TABLE_HEADER_LEN + records.len() + 8 * dims.len() + names.len();
+    if len as u64 > MAX_TENSOR_TABLE {
+        let what = format!(
+            "a table of {len} bytes for {} tensors, {MAX_TENSOR_TABLE} allowed",
+            tensors.len()
+        );
+        return Err(Error::limit(what));
+    }
+    let mut out = Vec::with_capacity(len);
     out.extend(fit::<u32>(tensors.len(), "tensors")?.to_le_bytes());
     out.extend(fit::<u32>(dims.len(), "dimensions")?.to_le_bytes());
     out.extend((names.len() as u64).to_le_bytes());

@@ -12,7 +12,8 @@ use crate::file::Version;
 use crate::id::{CodecId, Support};
 use crate::json;
 use crate::limits::{
-    MAX_CHAIN, MAX_ENTRIES, MAX_OBJECTS, MAX_SCALARS, MAX_TENSOR_TABLE, MAX_TENSORS, MAX_UPDATES,
+    MAX_CHAIN, MAX_ENTRIES, MAX_MANIFEST, MAX_OBJECTS, MAX_SCALARS, MAX_TENSOR_TABLE, MAX_TENSORS,
+    MAX_UPDATES,
 };
 use crate::plan::Plan;
 use crate::wire::are_disjoint;
@@ -320,7 +321,7 @@ impl Manifest {
     ///
     /// # Errors
     /// `Corrupt` if a number of the role table is not finite, which JSON cannot express; `Limit` if
-    /// there are more entries than readers accept.
+    /// there are more entries or bytes than readers accept.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         let scalars = self.roles.iter().flat_map(|r| &r.groups).map(|g| 1 + g.len());
         for (what, count, most) in [
@@ -332,7 +333,16 @@ impl Manifest {
                 return Err(Error::limit(format!("{count} {what}, {most} allowed")));
             }
         }
-        serde_json::to_vec(self).map_err(|e| Error::corrupt(format!("manifest: {e}")))
+        let json =
+            serde_json::to_vec(self).map_err(|e| Error::corrupt(format!("manifest: {e}")))?;
+        if json.len() as u64 > MAX_MANIFEST {
+            let what = format!(
+                "a manifest of {} bytes, {MAX_MANIFEST} allowed: less metadata, fewer roles or a smaller tree are needed",
+                json.len()
+            );
+            return Err(Error::limit(what));
+        }
+        Ok(json)
     }
 }
 

@@ -189,6 +189,24 @@ fn shapes_are_cut_where_offsets_are_fewest() {
 }
 
 #[test]
+fn offsets_are_made_from_a_small_part_of_what_is_large() {
+    for shape in [[151_936, 896], [262_144, 14_336], [500_000, 512], [2 << 20, 4096], [4096, 4096]]
+    {
+        let grid = Grid::of(&shape).unwrap();
+        let values: u64 = grid.ranges().take(shape[0] as usize).map(|r| r.end - r.start).sum();
+        assert!(values <= (1 << 24).max(shape[0] * shape[1] / 8), "{shape:?}: {values}");
+    }
+    // Every value would be needed.
+    for none in [[8_000_000, 64], [64, 8_000_000], [34_000_000, 16], [10_000_000, 128]] {
+        assert_eq!(Grid::of(&none), None, "{none:?}");
+    }
+    // Offsets are side data, of which a tensor may have 64 MiB, with its shared tables.
+    let rows = (63 << 20) / 2 - 4096;
+    assert!(Grid::of(&[rows, 4096]).is_some());
+    assert_eq!(Grid::of(&[rows + 1, 4096]), None);
+}
+
+#[test]
 fn grids_cover_every_row_and_column() {
     for (rows, cols) in [(16, 16), (5000, 70), (600, 900), (16, 100_000), (100_000, 16)] {
         let grid = Grid::of(&[rows, cols]).unwrap();

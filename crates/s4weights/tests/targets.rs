@@ -7,10 +7,12 @@ use std::sync::Arc;
 
 use common::{Owned, mixed, save_to};
 use object_store::ObjectStoreExt;
+use s4weights::format::Error as FormatError;
+use s4weights::format::limits::MAX_MANIFEST;
 use s4weights::store::{CheckpointStore, StoreOptions};
 use s4weights::{
-    DType, Error, ReadOptions, Reader, Source, StorageOptions, Target, TensorSource, WriteOptions,
-    Writer, adversarial,
+    Contents, DType, Error, ReadOptions, Reader, Source, StorageOptions, Target, TensorSource,
+    WriteOptions, Writer, adversarial,
 };
 
 fn names(dir: &Path) -> Vec<String> {
@@ -27,6 +29,20 @@ fn check(source: Source, tensors: &[Owned]) {
     for t in tensors {
         assert!(reader.read(&t.name).expect("in a test") == t.data, "{}", t.name);
     }
+}
+
+#[test]
+fn what_no_reader_would_open_is_not_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.s4w");
+    std::fs::write(&path, b"old").unwrap();
+    let writer = Writer::create(path.as_path().into(), WriteOptions::default()).unwrap();
+    let metadata = [("k".to_owned(), "x".repeat(MAX_MANIFEST as usize))].into();
+    let refused = writer.finish(Contents { metadata, ..Contents::default() }).unwrap_err();
+    let limit = matches!(&refused, Error::Format { source: FormatError::Limit { .. }, .. });
+    assert!(limit && refused.to_string().contains("less metadata"), "{refused}");
+    assert_eq!(std::fs::read(&path).unwrap(), b"old");
+    assert_eq!(names(dir.path()), ["a.s4w"]);
 }
 
 #[test]

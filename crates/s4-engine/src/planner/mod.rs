@@ -12,7 +12,7 @@ use s4_format::{DType, Digest, Error, LayoutId, Plan, Result};
 use s4_predict::rank1::{self, Expected, Grid, Offsets};
 
 use crate::chunk::chunk_log2;
-use crate::engine::each;
+use crate::engine::{each, fills};
 use crate::scratch::width_of;
 use crate::{CpuEngine, EncodeJob, Inputs, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
@@ -243,10 +243,11 @@ impl CpuEngine {
     /// With an earlier choice, nothing else is compared while that one costs about what it did.
     ///
     /// # Errors
-    /// Errors of a codec; `Corrupt` if the parent's sample has another size.
+    /// Errors of a codec; `Limit` if the values do not fill the shape; `Corrupt` if the parent's sample has another size.
     pub fn plan(&self, job: &PlanJob<'_>, scratch: &mut Scratch) -> Result<TensorPlan> {
         let PlanJob { preset, view: &TensorView { dtype, shape, data }, parent, role, choice } =
             *job;
+        fills(dtype, shape, data.len() as u64)?;
         let about = TensorFacts::new(preset, (dtype, shape, data.len()), role, choice);
         if preset == Preset::Nvcomp {
             return Ok(nvcomp(dtype));

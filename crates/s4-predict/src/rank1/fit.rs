@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use s4_format::limits::MAX_SIDE as SIDE_DATA;
 use s4_format::{Error, Result};
 use s4_planes::Width;
 
@@ -13,6 +14,12 @@ const SAMPLES: u64 = 64;
 const WHOLE: u64 = 1 << 18;
 /// With fewer rows or columns than this, offsets do not pay.
 const FEW: u64 = 16;
+/// A larger tensor must not take more than this many values, or one in `PART`, to compute offsets from: they are copied. One
+/// with few columns or rows would take all.
+const MOST: u64 = 1 << 24;
+const PART: u64 = 8;
+/// The most bytes of offsets: the tensor's side data has shared tables, too.
+const MOST_BYTES: u64 = SIDE_DATA as u64 - (1 << 20);
 /// Rows that are used in full. The other rows show only one part of the columns each, which does
 /// not tell how the parts differ.
 const WHOLE_ROWS: u64 = 8;
@@ -49,7 +56,7 @@ pub struct Grid {
 
 impl Grid {
     /// The rows and columns of a shape: the leading dimensions make up the rows and the others the
-    /// columns, cut where the sum of the two numbers is smallest. `None` if offsets cannot pay.
+    /// columns, cut where the sum of the two numbers is smallest. `None` if offsets cannot pay, or would take too much.
     pub fn of(shape: &[u64]) -> Option<Self> {
         let values = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d))?;
         let mut rows = 1u64;
@@ -65,7 +72,10 @@ impl Grid {
             true => cols,
             false => SAMPLES.max((SAMPLES * cols).div_ceil(rows)).next_multiple_of(16).min(cols),
         };
-        Some(Self { rows, cols, run })
+        let grid = Self { rows, cols, run };
+        let sampled = rows.saturating_mul(run);
+        let affordable = sampled <= MOST.max(values / PART) && grid.offset_bytes() <= MOST_BYTES;
+        affordable.then_some(grid)
     }
 
     /// Bytes that the offsets take.
