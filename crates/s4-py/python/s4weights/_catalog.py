@@ -12,6 +12,7 @@ from . import _core
 from ._entries import CheckpointEntry, Entries, Ids, Retention, listed, selected
 from ._errors import NotFoundError
 from ._progress import Progress, ProgressArgument
+from ._sources import check_flag, check_seconds
 
 _DAY = 24 * 3600.0
 
@@ -69,6 +70,8 @@ class Catalog(ABC):
         up their data, and raises `ConflictError` after that. Returns the entries listed again.
         """
         self._settle()
+        if not isinstance(ids, Iterable):
+            raise TypeError(f"ids={ids!r}: ids of checkpoints expected")
         wanted = [ids] if isinstance(ids, str) else [*ids]
         return [listed(item) for item in json.loads(self._open("open").unretire(wanted))]
 
@@ -87,6 +90,7 @@ class Catalog(ABC):
         that need something damaged; ``restores`` and ``does_not_restore``, the ids of the checked
         checkpoints, each in one of the two lists.
         """
+        check_flag("read_data", read_data)
         self._settle()
         only = [] if step is None else [entry.id for entry in self._all(step)]
         report: dict[str, Any] = json.loads(self._open("open").check(read_data, only))
@@ -107,8 +111,11 @@ class Catalog(ABC):
             grace: time for running loads and saves to finish.
             exclusive: nobody else uses the store now, so ``grace`` may be less than a day.
         """
+        for name, flag in (("dry_run", dry_run), ("exclusive", exclusive)):
+            check_flag(name, flag)
+        seconds = grace.total_seconds() if isinstance(grace, timedelta) else grace
+        check_seconds("grace", seconds)
         self._settle()
-        seconds = grace.total_seconds() if isinstance(grace, timedelta) else float(grace)
         report: dict[str, Any] = json.loads(self._open("open").sweep(seconds, exclusive, dry_run))
         return report
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ._errors import LimitError
-from ._sources import check_threads
+from ._sources import check_threads, texts_of
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,9 @@ class Retention:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
             checked_number(name, getattr(self, name), 1)
+        if not isinstance(self.best, (tuple, list)):
+            what = 'a tuple of rules such as ("loss", 3, "min") expected'
+            raise TypeError(f"best={self.best!r}: {what}")
         for rule in self.best:
             if not isinstance(rule, (tuple, list)) or len(rule) != 3 or type(rule[0]) is not str:
                 what = 'tuples such as ("loss", 3, "min") expected'
@@ -132,18 +135,17 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Metrics as they are stored."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"metrics={metrics!r}: a dict of numbers expected")
-    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise ValueError(f"metrics: {name!r} is {value}, which is not finite")
+    numbers = {}
+    for name, value in (metrics or {}).items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            kind = ValueError if isinstance(error, OverflowError) else type(error)
+            raise kind(f"metrics: {name!r} is {value!r}, no number that fits a float") from error
+        if not math.isfinite(number):
+            raise ValueError(f"metrics: {name!r} is {number}, which is not finite")
+        numbers[str(name)] = number
     return numbers
-
-
-def texts_of(tags: Mapping[str, str] | None) -> dict[str, str]:
-    """Tags as they are stored."""
-    if tags is not None and not isinstance(tags, Mapping):
-        raise TypeError(f"tags={tags!r}: a dict of texts expected")
-    return {str(name): str(text) for name, text in (tags or {}).items()}
 
 
 def labels_of(
@@ -152,7 +154,7 @@ def labels_of(
     """Metrics and tags as they are stored. Raises if the store would refuse them, which it does only
     after it has uploaded the values.
     """
-    numbers, texts = numbers_of(metrics), texts_of(tags)
+    numbers, texts = numbers_of(metrics), texts_of("tags", tags, convert=True)
     listed = json.dumps([numbers, texts], ensure_ascii=False, separators=(",", ":"))
     nbytes = len(listed.encode("utf-8", "surrogatepass"))
     if nbytes > _MOST_LISTED:

@@ -20,6 +20,7 @@ from . import _core, _live
 from ._device import prepare_pinned_memory
 from ._entries import CheckpointEntry
 from ._errors import S4Error
+from ._sources import check_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -531,6 +532,7 @@ def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterato
         raise TypeError(f"finish_on_sigterm({store!r}): a CheckpointStore expected")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("finish_on_sigterm: signals can only be handled on the main thread")
+    check_seconds("deadline", deadline)
     received = False
 
     def handle(signum: int, frame: Any) -> None:

@@ -20,7 +20,14 @@ from ._nvcomp import load_nvcomp
 from ._pending import HostBuffer, PendingFile
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._sources import FileLike, check_threads, checked_options, is_url, path_of_url
+from ._sources import (
+    FileLike,
+    check_threads,
+    checked_options,
+    is_url,
+    path_of_url,
+    texts_of,
+)
 from ._staging import Budget, Stage, check_stage, stage_values
 from ._storages import StorageWriter, write_sources
 from ._torch import OURS, call_original, is_called_by_torch, require_torch
@@ -176,6 +183,7 @@ def save(
         # The working directory may be another one when the file is written.
         f = os.path.abspath(f)
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
+    texts = texts_of("metadata", metadata)
     start = time.perf_counter()
     recorder = Recorder("save", f)
     turn = InTurn(f)
@@ -183,7 +191,7 @@ def save(
         with turn.lock:
             turn.begin()
             storages, (tree, roles, blobs) = describe(obj, pickle_module, pickle_protocol)
-            described = (tree, blobs, dict(metadata or {}))
+            described = (tree, blobs, texts)
             nbytes = recorder.raw_bytes = storages.nbytes()
             tracker = Progress(progress, nbytes, "save")
 

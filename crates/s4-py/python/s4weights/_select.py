@@ -24,6 +24,8 @@ def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
     """
     if isinstance(keys, str):
         raise TypeError("keys: a list of key paths expected, not one string")
+    if not isinstance(keys, Iterable):
+        raise TypeError(f"keys={keys!r}: a list of key paths expected")
     wanted = list(keys)
     for key in wanted:
         if not isinstance(key, str):
@@ -34,7 +36,7 @@ def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
         chosen = selection.choose(root, "")
     except CorruptDataError:
         raise
-    except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, struct.error) as error:
         raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
     missing = [key for key in wanted if key not in selection.found]
     if missing:

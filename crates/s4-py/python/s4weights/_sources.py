@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import numbers
 import operator
 import os
 import stat
@@ -29,6 +30,8 @@ _TORCH = (b"PK", b"\x80")
 
 #: The limit that numbers of threads stay below.
 _THREADS = 1 << 64
+#: The limit that seconds stay below: longer than anyone waits, and small enough to add to a clock.
+_LONGEST = 1e9
 
 #: Bytes per read from a stream that fills memory of the caller's: the first time, and at most.
 _FIRST_STEP, _MOST_STEP = 1 << 20, 64 << 20
@@ -91,6 +94,42 @@ def absolute(place: str | os.PathLike[str]) -> str:
     return os.path.abspath(text) if text and "://" not in text and not is_url(text) else text
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises unless an argument is true or false; NumPy's are taken, too."""
+    if type(value) is not bool and type(value).__module__ != "numpy":
+        raise TypeError(f"{name}={value!r}: True or False expected")
+
+
+def check_seconds(name: str, value: object, positive: bool = False) -> None:
+    """Raises unless an argument is a number of seconds, of any type, that a clock can count."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: a number of seconds expected")
+    if not 0 <= float(value) < _LONGEST or (positive and value == 0):
+        kind = "a positive number" if positive else "a number"
+        raise ValueError(f"{name}={value!r}: {kind} of seconds expected")
+
+
+def texts_of(name: str, given: Mapping[str, str] | None, convert: bool = False) -> dict[str, str]:
+    """The texts of an argument by name, as they are stored. Others than texts are converted if
+    ``convert``, else refused.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{name}={given!r}: a dict of texts expected")
+    texts = {}
+    for key, text in (given or {}).items():
+        if convert:
+            key, text = str(key), str(text)
+        for part in (key, text):
+            if not isinstance(part, str):
+                raise TypeError(f"{name}: {key!r}: {text!r}: texts expected, not {part!r}")
+            try:
+                part.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{name}: {part!r}: UTF-8 cannot express it") from error
+        texts[key] = text
+    return texts
+
+
 def open_source(
     f: FileLike,
     storage_options: Mapping[str, str] | None,
@@ -99,6 +138,7 @@ def open_source(
 ) -> _core.Reader | Foreign:
     """A native reader of a ``.s4w`` file, or a `Foreign` if it is in another format."""
     check_threads(threads)
+    check_flag("trusted", trusted)
     if trusted:
         load_nvcomp()
     options = checked_options(storage_options)

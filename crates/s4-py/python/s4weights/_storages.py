@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 STAGING_BYTES = 256 << 20
 #: Bytes that are read ahead into a GPU, where they stay.
 AHEAD_BYTES = 1 << 30
+#: The most dimensions of a tensor, as in the format.
+MAX_RANK = 64
 #: With this many storages or more, some are read while others are being created, in about as many
 #: batches.
 MANY, BATCHES = 1024, 6
@@ -48,11 +50,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The tensor's shape, if its elements, in order, make up its whole storage."""
+    """The tensor's shape, if its elements, in order, make up its whole storage, and a file can hold
+    such a shape.
+    """
     whole = (
         tensor.is_contiguous()
         and tensor.nbytes == tensor.untyped_storage().nbytes()
         and tensor.storage_offset() == 0
+        and tensor.ndim <= MAX_RANK
     )
     return tensor.shape if whole else None
 
@@ -239,10 +244,14 @@ class StorageReader:
         if not callable(map_location):
             kinds = "None, a device, a dict or a callable expected"
             raise TypeError(f"map_location={map_location!r}: {kinds}")
+        kinds_of_storage = (torch.UntypedStorage, torch.TypedStorage)
 
         def call(storage: Any, location: str) -> Any:
             try:
-                return map_location(storage, location)
+                result = map_location(storage, location)
+                if result is not None and not isinstance(result, kinds_of_storage):
+                    raise TypeError(f"map_location returned {result!r}: a storage or None expected")
+                return result
             except Exception as error:
                 self.error_of_caller = error
                 raise

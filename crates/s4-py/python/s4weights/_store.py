@@ -27,7 +27,7 @@ from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._runner import RunnerClient
 from ._save import Described, check_preset, describe, require_little_endian
-from ._sources import absolute, checked_options
+from ._sources import absolute, check_flag, check_seconds, checked_options, texts_of
 from ._staging import Budget, Stage, StagedValues, check_stage, stage_values, streams_behind
 from ._storages import StorageWriter, copy_elsewhere
 from ._torch import require_torch
@@ -35,8 +35,6 @@ from ._turn import Turn
 
 logger = logging.getLogger("s4weights")
 
-#: The longest timeout in seconds: longer than anyone waits, and small enough to add to a clock.
-_LONGEST = 1e9
 
 #: Stores inherited through a fork. Their threads do not exist in this process: they stay untouched.
 _ABANDONED: list[_core.Store] = []
@@ -151,6 +149,8 @@ class CheckpointStore(Catalog):
         }
         if runner is not None and retention is not None:
             raise ValueError("retention: with a runner, set `keep_last` in its configuration")
+        if timeout is not None:
+            check_seconds("timeout", timeout, positive=True)
         self.runner = None if runner is None else RunnerClient(runner, timeout)
         # A new one for each call: the engines that it finds belong to one process.
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch, pinned_memory)
@@ -159,8 +159,6 @@ class CheckpointStore(Catalog):
         self.retention: Retention | None = Retention.of(retention)
         check_numbers(self._arguments)
         check_preset(preset)
-        if timeout is not None and not 0 < timeout < _LONGEST:
-            raise ValueError(f"timeout={timeout!r}: a positive number of seconds expected")
         if writers not in ("many", "single"):
             raise ValueError(f"writers={writers!r}: 'many' or 'single' expected")
         self._read_only = read_only
@@ -380,7 +378,8 @@ class CheckpointStore(Catalog):
         pickle_protocol: int,
     ) -> CheckpointEntry | PendingSave:
         recorder = Recorder("save", self.url, step)
-        texts, (numbers, words) = dict(metadata or {}), labels_of(metrics, tags)
+        texts, (numbers, words) = texts_of("metadata", metadata), labels_of(metrics, tags)
+        check_flag("base", base)
 
         def described(state: object, yields_gil: bool = False) -> tuple[StorageWriter, Described]:
             with recorder.failure():

@@ -45,10 +45,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ._errors import CorruptDataError
-from ._storages import StorageReader, fits
+from ._storages import MAX_RANK, StorageReader, fits
 
-#: The most dimensions of a tensor, as in the format; and the limit that sizes stay below.
-MAX_RANK = 64
+#: The limit that sizes stay below.
 MAX_SIZE = 1 << 63
 
 #: The kinds of nodes, and which members a node may have besides the one that names its kind.
@@ -114,7 +113,7 @@ class TreeDecoder:
         """The object. Raises `CorruptDataError` if the text is not a tree."""
         try:
             return self._node(parse_tree(text))
-        except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
+        except (LookupError, TypeError, ValueError, struct.error) as error:
             if isinstance(error, CorruptDataError) or error is self._storages.error_of_caller:
                 raise
             raise CorruptDataError(f"corrupt data (tree): {brief(error)}") from error

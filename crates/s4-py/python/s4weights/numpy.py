@@ -35,7 +35,7 @@ from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._save import InTurn, new_writer, require_little_endian
 from ._select import select
-from ._sources import FileLike, open_source, require_s4w
+from ._sources import FileLike, open_source, require_s4w, texts_of
 from ._tree import TreeDecoder, brief, natural, row_major
 
 __all__ = ["ArrayFile", "ArraySlice", "load", "open", "save"]
@@ -71,6 +71,7 @@ def save(
         S4Error: any other failure, as in `s4weights.save`.
     """
     require_little_endian()
+    texts = texts_of("metadata", metadata)
     recorder, turn = Recorder("save", f), InTurn(f)
     with recorder.watch():
         arrays = _Arrays()
@@ -92,7 +93,7 @@ def save(
                     tracker.finish()
                     turn.wait()
                     with recorder.stage("publish"):
-                        done = writer.finish(tree, {}, dict(metadata or {}))
+                        done = writer.finish(tree, {}, texts)
                 except BaseException:
                     writer.abort()
                     raise

@@ -40,7 +40,7 @@ from ._entries import CheckpointEntry, Retention
 from ._errors import CorruptDataError, NotFoundError, S4Error
 from ._pending import PendingSave
 from ._report import Recorder
-from ._sources import check_threads
+from ._sources import check_seconds, check_threads
 from ._staging import Stage
 from ._store import CheckpointStore
 from ._sync_live import LiveWeights, tensors_of
@@ -129,6 +129,8 @@ class Publisher:
         #: The store as an earlier publisher left it, served until this one publishes.
         self._earlier: CheckpointStore | None = None
         if listen is not None:
+            if not isinstance(listen, str):
+                raise TypeError(f"listen={listen!r}: an address such as tcp://host:port expected")
             if self._store is None and not self._is_private:
                 self._earlier = self._read_only()
             self._server = Server(listen, self._entries, self._stored)
@@ -421,6 +423,7 @@ class Subscriber:
             StorageError: the source does not answer.
             After the last two the weights are unspecified, and the next call reads all of them.
         """
+        check_seconds("wait", wait)
         with self._lock:
             held = None if self._held is None else self._held.entry.id
             entries = self._source.entries(held if step is None else None, wait)

@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use pyo3::{PyTraverseError, PyVisit, intern};
 use rustc_hash::FxHashMap;
 use s4weights::DType;
+use s4weights::format::limits::MAX_RANK;
 
 use super::names::{Path, UniqueNames};
 use super::roles;
@@ -235,6 +236,12 @@ pub(super) struct Tensors<'a, 'py> {
 const AT_A_TIME: usize = 16;
 const FOR_OTHERS: Duration = Duration::from_micros(50);
 
+/// Whether the bytes of all elements are fewer than 2^63.
+fn is_countable(shape: &[u64], item: u64) -> bool {
+    let bytes = shape.iter().try_fold(item, |n, &size| n.checked_mul(size));
+    shape.contains(&0) || bytes.is_some_and(|bytes| bytes < 1 << 63)
+}
+
 impl<'a, 'py> Tensors<'a, 'py> {
     fn new(py: Python<'py>, storages: &'a mut Storages) -> PyResult<Self> {
         let arrays = py.import("s4weights._device")?;
@@ -265,6 +272,10 @@ impl<'a, 'py> Tensors<'a, 'py> {
             return Err(Stop::NotPlain);
         };
         let Plain { device, dtype, shape, offset, contiguous, storage, address, nbytes } = plain;
+        // Readers of a tree refuse such views, however few bytes they show; a pickle keeps them.
+        if shape.len() > MAX_RANK || !is_countable(&shape, dtype.item) {
+            return Err(Stop::NotPlain);
+        }
         // Whether the tensor's elements, in order, make up its whole storage.
         let whole = contiguous
             && offset == 0

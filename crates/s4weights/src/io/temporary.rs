@@ -34,7 +34,7 @@ impl Temporary {
             take_over(&file, old)?;
             return Ok(Self::Unnamed { file, folder: folder.to_owned(), prefix });
         }
-        let file = builder(&prefix).tempfile_in(folder)?;
+        let file = builder(&prefix).make_in(folder, create_new)?;
         take_over(file.as_file(), old)?;
         Ok(Self::Named(file))
     }
@@ -83,15 +83,14 @@ impl Temporary {
     }
 }
 
+/// Creates a file that must not exist yet. (Those that `tempfile` creates fail with errors that hide the system's number.)
+fn create_new(path: &Path) -> io::Result<File> {
+    File::options().read(true).write(true).create_new(true).open(path)
+}
+
 fn builder(prefix: &str) -> tempfile::Builder<'_, 'static> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(prefix).suffix(".tmp");
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        // As for any new file, the process's umask applies.
-        builder.permissions(fs::Permissions::from_mode(0o666));
-    }
     builder
 }
 
