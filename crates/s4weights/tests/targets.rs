@@ -210,7 +210,7 @@ fn full_vanished_and_forbidden_targets_leave_nothing() {
     let writer =
         Writer::create(gone.join("a.s4w").as_path().into(), WriteOptions::default()).unwrap();
     std::fs::remove_dir_all(&gone).unwrap();
-    assert!(matches!(writer.finish(s4weights::Contents::default()), Err(Error::Io { .. })));
+    assert!(matches!(writer.finish(Contents::default()), Err(Error::Io { .. })));
     assert!(names(dir.path()).is_empty());
     let missing = Reader::open(Source::from("/no/such/file.s4w"), ReadOptions::default());
     assert!(matches!(missing, Err(Error::NotFound { .. })));
