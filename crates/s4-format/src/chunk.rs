@@ -116,42 +116,64 @@ impl StreamEntry {
     /// `Truncated` or `Corrupt` if header and streams do not fill the chunk exactly; `Limit` for
     /// more than [`MAX_PLANES`] streams.
     pub fn parse_chunk(chunk: &[u8], streams: usize) -> Result<StreamList<'_>> {
-        if streams > MAX_PLANES {
-            return Err(Error::limit(format!("{streams} streams")));
-        }
-        let header = Self::header_len(streams);
-        let mut c = Cursor::new(chunk);
+        let places = Self::places(chunk, streams, chunk.len())?;
         let mut list = StreamList { chunk, items: [(Self::EMPTY, &[]); MAX_PLANES], len: streams };
-        for item in &mut list.items[..streams] {
-            let (codec, param, reserved) = (CodecId(c.u8()?), c.u8()?, c.u16()?);
-            if reserved != 0 {
-                return Err(Error::corrupt("reserved bits are set").in_part("chunk header"));
-            }
-            item.0 = Self { codec, param, len: c.u32()? };
-        }
-        let mut at = header;
-        for (i, item) in list.items[..streams].iter_mut().enumerate() {
-            let gap = at..at.next_multiple_of(ALIGN);
-            at = gap.end;
-            if chunk.get(gap).is_some_and(|gap| gap.iter().any(|&b| b != 0)) {
+        let mut at = Self::header_len(streams);
+        for (i, &(entry, start, end)) in places[..streams].iter().enumerate() {
+            if chunk[at..start].iter().any(|&b| b != 0) {
                 return Err(Error::corrupt("bytes before a stream")
                     .in_part("chunk header")
                     .in_stream(i));
             }
-            let end = at.checked_add(item.0.len as usize).filter(|&e| e <= chunk.len());
-            let end = end.ok_or_else(|| {
-                Error::truncated(format!("stream of {} bytes passes the end", item.0.len))
-                    .in_part("chunk header")
-                    .in_stream(i)
-            })?;
-            item.1 = &chunk[at..end];
+            list.items[i] = (entry, &chunk[start..end]);
             at = end;
         }
-        if at != chunk.len() {
-            let what = format!("{} bytes after the last stream", chunk.len() - at);
+        Ok(list)
+    }
+
+    /// Reads the header of a chunk of `len` bytes, of which `head` has at least the first [`StreamEntry::header_len`].
+    ///
+    /// # Errors
+    /// As [`StreamEntry::parse_chunk`], except that bytes between streams are not seen.
+    pub fn parse_header(head: &[u8], streams: usize, len: usize) -> Result<Vec<Self>> {
+        let places = Self::places(head, streams, len)?;
+        Ok(places[..streams].iter().map(|(entry, ..)| *entry).collect())
+    }
+
+    /// The entries of a header, and the start and end of each stream in a chunk of `len` bytes, which they fill.
+    fn places(
+        head: &[u8],
+        streams: usize,
+        len: usize,
+    ) -> Result<[(Self, usize, usize); MAX_PLANES]> {
+        if streams > MAX_PLANES {
+            return Err(Error::limit(format!("{streams} streams")));
+        }
+        let mut c = Cursor::new(head);
+        let mut out = [(Self::EMPTY, 0, 0); MAX_PLANES];
+        for (entry, ..) in &mut out[..streams] {
+            let (codec, param, reserved) = (CodecId(c.u8()?), c.u8()?, c.u16()?);
+            if reserved != 0 {
+                return Err(Error::corrupt("reserved bits are set").in_part("chunk header"));
+            }
+            *entry = Self { codec, param, len: c.u32()? };
+        }
+        let mut at = Self::header_len(streams);
+        for (i, (entry, start, end)) in out[..streams].iter_mut().enumerate() {
+            *start = at.next_multiple_of(ALIGN);
+            at =
+                start.checked_add(entry.len as usize).filter(|&at| at <= len).ok_or_else(|| {
+                    Error::truncated(format!("stream of {} bytes passes the end", entry.len))
+                        .in_part("chunk header")
+                        .in_stream(i)
+                })?;
+            *end = at;
+        }
+        if at != len {
+            let what = format!("{} bytes after the last stream", len.saturating_sub(at));
             return Err(Error::corrupt(what).in_part("chunk header"));
         }
-        Ok(list)
+        Ok(out)
     }
 
     const EMPTY: Self = Self { codec: CodecId::RAW, param: 0, len: 0 };
@@ -217,6 +239,12 @@ mod tests {
         let list = StreamEntry::parse_chunk(&chunk, 3).unwrap();
         assert_eq!(list.items()[1], (entries[1], &[7u8; 3][..]));
         assert!(list.items()[2].1.is_empty());
+        for head in [&chunk[..32], &chunk[..]] {
+            assert_eq!(StreamEntry::parse_header(head, 3, chunk.len()).unwrap(), entries);
+            assert!(StreamEntry::parse_header(head, 3, chunk.len() + 1).is_err());
+            assert!(StreamEntry::parse_header(head, 3, chunk.len() - 1).is_err());
+        }
+        assert!(StreamEntry::parse_header(&chunk[..23], 3, chunk.len()).is_err());
         // The header, then streams 0 and 2: neither the raw stream nor the gaps.
         let mut covered = chunk[..52].to_vec();
         assert_eq!(list.crc(), crate::crc32c(&covered));

@@ -21,6 +21,8 @@ use crate::inputs::Failure;
 const RUNS: u64 = 16;
 const RUN: u64 = 4;
 const MAY_DIFFER: usize = 4;
+/// How many tensors with a run in common are looked at: many begin with the same zeros.
+const MOST_ALIKE: usize = 64;
 /// Bytes that are compared of a tensor with 2-byte values. A run of these has 8 bytes.
 const LOOK_BYTES: usize = (2 * RUNS * RUN) as usize;
 
@@ -89,7 +91,12 @@ impl Candidates {
     ) -> Vec<Option<usize>> {
         let equal = self.equal(tensors, looks);
         let mut out = vec![None; tensors.len()];
+        let is_master = |w: usize| tensors[w].role.filter(|r| r.row.kind == RoleKind::Master);
         for [wide, narrow] in self.by_values.values() {
+            let masters: HashMap<_, _> = (0..)
+                .zip(wide)
+                .filter_map(|(place, &w)| Some((is_master(w)?.row.parameter, place)))
+                .collect();
             for dtype in [DType::BFloat16, DType::Float16] {
                 let narrow = narrow.iter().copied().filter(|&i| tensors[i].dtype == dtype);
                 let narrow: Vec<_> = narrow.filter(|&i| varies(&looks[i], 2)).collect();
@@ -100,10 +107,9 @@ impl Candidates {
                 for i in narrow {
                     let t = &tensors[i];
                     let own = t.role.map(|r| r.row.parameter);
-                    out[i] = rounded.alike(&looks[i]).into_iter().min_by_key(|&w| {
-                        let master = tensors[w].role.is_some_and(|r| {
-                            r.row.kind == RoleKind::Master && Some(r.row.parameter) == own
-                        });
+                    let master = own.and_then(|own| masters.get(&own)).copied();
+                    out[i] = rounded.alike(&looks[i], master).into_iter().min_by_key(|&w| {
+                        let master = is_master(w).is_some_and(|r| Some(r.row.parameter) == own);
                         let alike = common_end(names[i], names[w]);
                         (!master, tensors[w].shape != t.shape, Reverse(alike), w)
                     });
@@ -146,11 +152,12 @@ struct Rounded<'a> {
     wide: &'a [usize],
     /// The rounded values of all, one tensor after the other.
     values: Vec<u8>,
-    /// The first runs of each tensor, with its position in `wide`; every list is in ascending
-    /// order. There is one run more than values may differ, so a copy has at least one of them in
-    /// common with its original.
-    runs: [Vec<(u64, u32)>; MAY_DIFFER + 1],
+    /// Some runs of each tensor ([`searched`]), with its position in `wide`, in ascending order.
+    runs: Vec<(Run, u32)>,
 }
+
+/// A run of narrow values: their bits, and which run it is.
+type Run = (u64, u8);
 
 impl<'a> Rounded<'a> {
     fn of(wide: &'a [usize], dtype: DType, looks: &[Vec<u8>]) -> Self {
@@ -160,23 +167,22 @@ impl<'a> Rounded<'a> {
             DType::BFloat16 => Kernels::default().to_bf16(&all, &mut values),
             _ => Kernels::default().to_fp16(&all, &mut values),
         }
-        let mut runs: [Vec<_>; _] = Default::default();
         // A tensor table has at most 2^22 records.
-        for (place, look) in (0u32..).zip(values.chunks_exact(LOOK_BYTES)) {
-            for (run, list) in runs_of(look).zip(&mut runs) {
-                list.push((run, place));
-            }
-        }
-        runs.iter_mut().for_each(|list| list.sort_unstable());
+        let places = (0u32..).zip(values.chunks_exact(LOOK_BYTES));
+        let mut runs: Vec<_> =
+            places.flat_map(|(place, look)| searched(look).map(move |run| (run, place))).collect();
+        runs.sort_unstable();
         Self { wide, values, runs }
     }
 
-    /// The wider tensors that values may be a rounded copy of.
-    fn alike(&self, own: &[u8]) -> Vec<usize> {
-        let mut places = vec![];
-        for (run, list) in runs_of(own).zip(&self.runs) {
-            let first = list.partition_point(|(other, _)| *other < run);
-            let found = list[first..].iter().take_while(|(other, _)| *other == run);
+    /// The wider tensors that values may be a rounded copy of: among [`MOST_ALIKE`] with the same run, and the one at
+    /// `master`.
+    fn alike(&self, own: &[u8], master: Option<usize>) -> Vec<usize> {
+        let mut places: Vec<_> = master.into_iter().collect();
+        for run in searched(own) {
+            let first = self.runs.partition_point(|(other, _)| *other < run);
+            let found = self.runs[first..].iter().take_while(|(other, _)| *other == run);
+            let found = found.take(MOST_ALIKE);
             places.extend(found.map(|(_, place)| *place as usize));
         }
         places.sort_unstable();
@@ -190,9 +196,14 @@ impl<'a> Rounded<'a> {
     }
 }
 
-/// Runs of narrow values, as numbers.
-fn runs_of(look: &[u8]) -> impl Iterator<Item = u64> {
-    look.as_chunks().0.iter().map(|run| u64::from_le_bytes(*run))
+/// The runs of narrow values by which originals are searched: the first ones whose values are not all the same, as many
+/// tensors have zeros in the same places. There is one more than values may differ. Each value that differs changes one
+/// run, or which are searched by one, so a copy has at least one in common with its original.
+fn searched(look: &[u8]) -> impl Iterator<Item = Run> {
+    let runs = (0u8..).zip(look.as_chunks().0).map(|(i, run)| (u64::from_le_bytes(*run), i));
+    let is_even = |(run, _): &Run| *run == (*run & 0xffff) * 0x1_0001_0001_0001;
+    let uneven = runs.clone().filter(move |run| !is_even(run));
+    uneven.chain(runs.filter(is_even)).take(MAY_DIFFER + 1)
 }
 
 /// The number of bytes that the ends of two names have in common.
@@ -348,6 +359,34 @@ mod tests {
         assert!(found[..40].iter().all(Option::is_none));
         for ((number, changed, is_copy), found) in cases.iter().zip(&found[40..]) {
             assert_eq!(*found, is_copy.then_some(*number), "{changed:?}");
+        }
+    }
+
+    #[test]
+    fn originals_are_found_though_all_tensors_begin_alike() {
+        let count = 5 * MOST_ALIKE;
+        let begin = |mut values: Vec<u8>, bytes| {
+            values[..bytes].fill(0);
+            values
+        };
+        let shape = [VALUES as u64];
+        // The first runs are the same in all; then all runs but four; then all values.
+        for (zeros, found) in [(4, count), (44, count), (48, count), (VALUES, 0)] {
+            let mut data: Vec<_> = (0..count).map(|i| begin(wide(i), 4 * zeros)).collect();
+            data.extend((0..count).map(|i| begin(rounded(i, &[]), 2 * zeros)));
+            let dtype = |i| if i < count { DType::Float32 } else { DType::BFloat16 };
+            let values = |(i, d)| TensorValues::new(dtype(i), &shape, d);
+            let data: Vec<&[u8]> = data.iter().map(Vec::as_slice).collect();
+            let tensors: Vec<_> = data.iter().copied().enumerate().map(values).collect();
+            let looks: Vec<_> = data.iter().map(|d| d.to_vec()).collect();
+            let candidates = Candidates::of(&tensors);
+            let out = candidates.copies(&tensors, &vec![""; 2 * count], &looks);
+            let right = (0..count).filter(|i| out[count + i] == Some(*i)).count();
+            assert_eq!(right, found, "{zeros}");
+            let rounded = Rounded::of(&candidates.by_values[&shape[0]][0], DType::BFloat16, &looks);
+            let alike = rounded.alike(&looks[2 * count - 1], Some(count - 1));
+            assert!(alike.contains(&(count - 1)), "the master is always looked at");
+            assert!(alike.len() <= (MAY_DIFFER + 1) * MOST_ALIKE + 1);
         }
     }
 }

@@ -327,6 +327,7 @@ impl Reader {
         self.spans(
             jobs,
             request,
+            self.gap(),
             |job| job.record,
             |close, _, job| {
                 let values = job.value_work();

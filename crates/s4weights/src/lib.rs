@@ -67,6 +67,7 @@ mod output;
 mod pack;
 mod parallel;
 mod parent;
+mod partial;
 mod pipeline;
 mod planning;
 mod reader;

@@ -24,9 +24,6 @@ use crate::options::{ReadOptions, simd, thread_count};
 use crate::parallel::{lock, pool, worth};
 use crate::slice::{Slice, View};
 
-/// Runs of a slice that are read at a time.
-const RUNS: usize = 1 << 16;
-
 /// About how many tensor blocks are parsed in the time that a thread takes to start.
 const PARSED: usize = 512;
 
@@ -274,23 +271,9 @@ impl Reader {
         }
         let mut meter = self.meter(to.len() as u64);
         self.prepare(&[self.host(number)])?;
-        let mut rest = to;
-        let mut runs = slice.runs(shape).peekable();
-        // A run may be a single element, so only some are described at a time.
-        while runs.peek().is_some() {
-            let mut wants = vec![];
-            for run in runs.by_ref().take(RUNS) {
-                let len = usize::try_from((run.end - run.start) * item).unwrap_or(usize::MAX);
-                let (now, later) = rest.split_at_mut(len);
-                let first = offset + run.start * item;
-                wants.push(Want { tensor: number, first, to: now });
-                rest = later;
-            }
-            let fetched = self.fetch_checked(wants, &mut |wants| self.fetch_all(wants, &mut meter));
-            fetched.inspect_err(|_| self.let_go())?;
-        }
+        let fetched = self.fetch_slice(number, view, slice, to, &mut meter);
         self.let_go();
-        Ok(())
+        fetched
     }
 
     /// A tensor by its number.
@@ -342,7 +325,7 @@ impl Reader {
 
     /// Fills every want. If bytes in objects of a store do not match their checksums, they are read
     /// once more before they count as damaged: they may have been damaged in transit.
-    fn fetch_checked(
+    pub(crate) fn fetch_checked(
         &self,
         mut wants: Vec<Want<'_>>,
         fetch: &mut dyn FnMut(Vec<Want<'_>>) -> Result<()>,

@@ -37,7 +37,10 @@ impl Slice {
     }
 
     /// Runs of adjacent elements, in row-major order: first element and end.
-    pub(crate) fn runs<'a>(&'a self, shape: &'a [u64]) -> impl Iterator<Item = Range<u64>> + 'a {
+    pub(crate) fn runs<'a>(
+        &'a self,
+        shape: &'a [u64],
+    ) -> impl Iterator<Item = Range<u64>> + Clone + 'a {
         let some = self.0.iter().all(|r| r.start < r.end);
         // Trailing dimensions that are taken whole belong to one run.
         let whole = (self.0.iter().zip(shape)).rev().take_while(|(r, d)| r.end - r.start == **d);

@@ -72,18 +72,22 @@ impl Reader {
         Ok(parts)
     }
 
-    /// Groups jobs whose chunks lie close together in one object into spans of at most `most`
-    /// bytes. `joins` decides whether a job joins the span before it: it is given whether the job's
+    /// Bytes that are cheaper to read than to skip: a sixteenth of a request.
+    pub(crate) fn gap(&self) -> u64 {
+        self.request_size() as u64 / 16
+    }
+
+    /// Groups jobs whose chunks lie close together in one object, with at most `gap` bytes between them, into spans of at
+    /// most `most` bytes. `joins` decides whether a job joins the span before it: it is given whether the job's
     /// chunk is close enough, that span's last job, and the job.
     pub(crate) fn spans<J>(
         &self,
         mut jobs: Vec<J>,
         most: u64,
+        gap: u64,
         record: impl Fn(&J) -> ChunkRecord,
         mut joins: impl FnMut(bool, Option<&J>, &J) -> bool,
     ) -> Vec<Span<J>> {
-        // A gap of a sixteenth of a request is cheaper to read than to skip.
-        let gap = self.request_size() as u64 / 16;
         jobs.sort_by_key(|job| (record(job).object, record(job).offset));
         let mut spans: Vec<Span<J>> = vec![];
         for job in jobs {

@@ -6,14 +6,16 @@ use rayon::{ThreadPool, prelude::*};
 use s4_format::index::TensorKind;
 use s4_format::layout::Planes;
 use s4_format::manifest::ClosedCodec;
-use s4_format::{Digest, StreamEntry};
+use s4_format::{ChunkRecord, Digest, StreamEntry};
 
 use crate::error::{At, Result};
 use crate::hash::TreeHasher;
+use crate::interrupt;
 use crate::options::{Meter, thread_count};
-use crate::parallel::{pool, worth};
+use crate::parallel::{CONNECTIONS, pool, worth};
 use crate::reader::Reader;
 use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_name};
+use crate::spans::Span;
 
 /// How many parts of an object are read in parallel. They are in memory together, and in the cache
 /// if they are local.
@@ -21,6 +23,10 @@ const READS: usize = 4;
 /// Most bytes of such a part, whatever request size a source asks for: an object's claimed size is
 /// not verified yet.
 const READ: usize = 8 << 20;
+
+/// Headers of chunks are read together if there are fewer bytes than this between them, and so many bytes at most.
+const HEADERS_GAP: u64 = 16 << 10;
+const HEADERS: u64 = 1 << 20;
 
 impl Reader {
     /// Reads the whole file and compares every hash and every checksum.
@@ -112,7 +118,8 @@ impl Reader {
     /// As reading.
     pub fn inspect(&self, planes: bool) -> Result<Inspection> {
         let m = &self.manifest;
-        let tensors = (0..self.named()).map(|t| self.inspect_tensor(t, planes));
+        let pool = pool(if planes && self.any_remote() { CONNECTIONS } else { 1 })?;
+        let tensors = (0..self.named()).map(|t| self.inspect_tensor(t, planes, pool.as_ref()));
         let bytes = self.tensors().map(|t| t.bytes).sum();
         let beside = m.objects.iter().filter(|o| o.name.is_some());
         let file_bytes = beside.fold(self.source.len(), |n, o| n.saturating_add(o.bytes));
@@ -133,7 +140,12 @@ impl Reader {
         })
     }
 
-    fn inspect_tensor(&self, number: usize, planes: bool) -> Result<TensorReport> {
+    fn inspect_tensor(
+        &self,
+        number: usize,
+        planes: bool,
+        pool: Option<&ThreadPool>,
+    ) -> Result<TensorReport> {
         let t = &self.tensors[number];
         let mut out = TensorReport {
             name: t.name.clone(),
@@ -152,7 +164,7 @@ impl Reader {
         let chunks: u64 = records.iter().map(|r| u64::from(r.len)).sum();
         out.stored = Some(chunks + u64::from(block.len));
         if planes {
-            out.planes = self.inspect_planes(number, records)?;
+            out.planes = self.inspect_planes(number, records, pool)?;
         }
         Ok(out)
     }
@@ -160,23 +172,35 @@ impl Reader {
     fn inspect_planes(
         &self,
         number: usize,
-        records: &[s4_format::ChunkRecord],
+        records: &[ChunkRecord],
+        pool: Option<&ThreadPool>,
     ) -> Result<Vec<PlaneReport>> {
         let t = &self.tensors[number];
         let layout = self.manifest.plans[usize::from(t.plan)].layout;
         let streams = Planes::new(layout, t.dtype.value_width(), 0).at(&self.name)?.sizes().len();
         let mut sums = vec![(0u64, BTreeSet::new()); streams];
-        let mut plain = 0;
-        for (i, r) in records.iter().enumerate() {
-            if r.plain {
-                plain += u64::from(r.len);
-                continue;
-            }
-            let mut frame = vec![0; r.len as usize];
-            self.read_object(r.object, r.offset, &mut frame)?;
-            let list = StreamEntry::parse_chunk(&frame, streams);
-            let list = list.map_err(|e| e.in_chunk(i as u64).in_tensor(&t.name)).at(&self.name)?;
-            for (sum, (entry, _)) in sums.iter_mut().zip(list.items()) {
+        let plain = records.iter().filter(|r| r.plain).map(|r| u64::from(r.len)).sum();
+        let chunks = (0u64..).zip(records).filter(|(_, r)| !r.plain).collect();
+        // The headers of chunks that lie close together are read by one request.
+        let groups =
+            self.spans(chunks, HEADERS, HEADERS_GAP, |(_, r)| head_of(r, streams), |_, _, _| true);
+        let read = |group: Span<(u64, &ChunkRecord)>| {
+            interrupt::check()?;
+            let mut bytes = vec![0; group.bytes()];
+            self.read_object(group.object, group.first, &mut bytes)?;
+            let headers = group.jobs.iter().map(|&(i, r)| {
+                let head = &bytes[group.at(r)..][..head_of(r, streams).len as usize];
+                let header = StreamEntry::parse_header(head, streams, r.len as usize);
+                header.map_err(|e| e.in_chunk(i).in_tensor(&t.name)).at(&self.name)
+            });
+            headers.collect::<Result<Vec<_>>>()
+        };
+        let headers: Vec<_> = match pool {
+            Some(pool) => pool.install(|| groups.into_par_iter().map(read).collect::<Result<_>>()),
+            None => groups.into_iter().map(read).collect(),
+        }?;
+        for header in headers.iter().flatten() {
+            for (sum, entry) in sums.iter_mut().zip(header) {
                 sum.0 += u64::from(entry.len);
                 sum.1.insert(entry.codec.to_string());
             }
@@ -197,6 +221,12 @@ impl Reader {
         }
         Ok(out)
     }
+}
+
+/// The record of a chunk's header instead of the whole chunk.
+fn head_of(record: &ChunkRecord, streams: usize) -> ChunkRecord {
+    let len = record.len.min(StreamEntry::header_len(streams) as u32);
+    ChunkRecord { len, ..*record }
 }
 
 /// A closed codec and the version of the library that reads it.

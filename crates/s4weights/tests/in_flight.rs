@@ -17,7 +17,9 @@ use object_store::{
     ObjectStore, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result, UploadPart,
 };
 use s4weights::store::{CheckpointStore, Place, SaveOptions, StoreOptions};
-use s4weights::{Contents, DType, ReadOptions, Reader, Source, Target, WriteOptions, Writer};
+use s4weights::{
+    Contents, DType, ReadOptions, Reader, Slice, Source, Target, WriteOptions, Writer,
+};
 
 /// Requests for fewer bytes than this are not held up: they are for the index.
 const LEAST: usize = 60_000;
@@ -55,6 +57,9 @@ impl Gate {
 struct Gated {
     inner: InMemory,
     gate: Arc<Gate>,
+    /// Ranges that were read, and their bytes.
+    reads: AtomicUsize,
+    read: AtomicUsize,
 }
 
 impl fmt::Display for Gated {
@@ -107,9 +112,13 @@ impl ObjectStore for Gated {
     }
 
     async fn get_opts(&self, key: &Path, options: GetOptions) -> Result<GetResult> {
-        if matches!(&options.range, Some(GetRange::Bounded(range)) if range.end - range.start >= LEAST as u64)
-        {
-            self.gate.pass().await;
+        if let Some(GetRange::Bounded(range)) = &options.range {
+            let bytes = (range.end - range.start) as usize;
+            self.reads.fetch_add(1, Ordering::SeqCst);
+            self.read.fetch_add(bytes, Ordering::SeqCst);
+            if bytes >= LEAST {
+                self.gate.pass().await;
+            }
         }
         self.inner.get_opts(key, options).await
     }
@@ -131,6 +140,13 @@ impl ObjectStore for Gated {
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
         self.inner.copy_opts(from, to, options).await
+    }
+}
+
+impl Gated {
+    /// Requests for ranges since the last call, and their bytes.
+    fn take(&self) -> (usize, usize) {
+        (self.reads.swap(0, Ordering::SeqCst), self.read.swap(0, Ordering::SeqCst))
     }
 }
 
@@ -222,4 +238,31 @@ fn a_small_checkpoint_has_many_objects_in_flight() {
     let store = CheckpointStore::create_at(&Place::folder(folder.path()), StoreOptions::default());
     let saved = store.unwrap().save(0, &sources, &SaveOptions::default()).unwrap();
     assert_eq!(saved.checkpoint.about.objects, 1);
+}
+
+#[test]
+fn a_column_is_read_as_the_tensor_and_a_header_alone() {
+    let (store, path) = (Arc::new(Gated::default()), Path::from("a.s4w"));
+    // Every chunk has values of the column, and frames of noise are as long as their values.
+    let rows = 8 << 20;
+    let tensor = Owned::new("w", DType::UInt8, &[rows, 2], noise(2 * rows as usize));
+    let floats = (0..1 << 20).flat_map(|i| (i as f32 * 0.37).sin().to_le_bytes()).collect();
+    let floats = Owned::new("f", DType::Float32, &[1 << 20], floats);
+    let target = Target::Object(store.clone(), path.clone());
+    save_to(target, &[tensor.clone(), floats], WriteOptions::default()).unwrap();
+    let options = ReadOptions { threads: Some(2), ..ReadOptions::default() };
+    let reader = Reader::open(Source::Object(store.clone(), path), options).unwrap();
+    let whole = {
+        store.take();
+        assert!(reader.read("w").unwrap() == tensor.data);
+        store.take()
+    };
+    let part = reader.read_slice("w", &Slice(vec![1..rows, 0..1])).unwrap();
+    assert!(part.iter().eq(tensor.data[2..].iter().step_by(2)));
+    let (reads, bytes) = store.take();
+    assert!(reads <= whole.0 + 1 && bytes <= whole.1, "{reads} {bytes}, {whole:?}");
+    let report = reader.inspect(true).unwrap();
+    assert!(report.tensors[1].planes.len() > 1, "{report:?}");
+    let (reads, bytes) = store.take();
+    assert!(reads <= 20 && bytes < 100_000, "{reads} {bytes}");
 }

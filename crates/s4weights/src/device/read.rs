@@ -229,7 +229,7 @@ impl Call<'_> {
         let together = |close, last: Option<&Job<'_>>, job: &Job<'_>| {
             close && last.is_some_and(|last| last.0 == job.0)
         };
-        Ok(self.reader.spans(jobs, room as u64, record, together))
+        Ok(self.reader.spans(jobs, room as u64, self.reader.gap(), record, together))
     }
 
     /// Cuts what is wanted of a tensor at the borders of chunks.
