@@ -138,7 +138,25 @@ with s4weights.finish_on_sigterm(store, 30):
 """
 
 
-@pytest.mark.parametrize("script", [COPYING, ELSEWHERE], ids=["copying", "another thread"])
+DCP = """
+from s4weights import dcp
+store = CheckpointStore(url, bandwidth=20 << 20)
+store.save_checkpoint({}, 0)
+state = {"w": torch.randn(4 << 20)}
+with s4weights.finish_on_sigterm(store, 30):
+    print("saving", flush=True)
+    %s
+    time.sleep(60)
+"""
+DCP_HERE = DCP % "dcp.save(state, store, 1, no_dist=True)"
+DCP_LATER = DCP % "dcp.async_save(state, store, 1, stager=dcp.Stager(), no_dist=True)"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [COPYING, ELSEWHERE, DCP_HERE, DCP_LATER],
+    ids=["copying", "another thread", "dcp", "dcp in the background"],
+)
 def test_sigterm_comes_early(tmp_path: Path, script: str) -> None:
     """While the tensors of a background save are copied, and while another thread saves."""
     command = [sys.executable, "-c", PREPARE + script, str(tmp_path)]

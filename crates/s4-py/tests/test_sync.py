@@ -6,6 +6,8 @@ import errno
 import http.server
 import json
 import logging
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -606,3 +608,35 @@ def test_a_parameter_made_anew_from_the_same_memory_counts_its_changes(tmp_path:
         publisher.publish_delta(trainer, 1)
         assert update(subscriber).deltas == 1 and same(trainer, sampler)
         assert sampler.norm._version > version and not kept.any()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "unix"])
+def test_a_child_does_not_keep_the_address(tmp_path: Path, listen: str) -> None:
+    listen = f"unix://{tmp_path}/s.sock" if listen == "unix" else listen
+    publisher = Publisher(tmp_path / "store", listen=listen)
+    publisher.publish_delta({"w": torch.ones(2)}, 1)
+    address = publisher.address
+    assert address is not None
+    said, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        publisher.close()  # The parent's: this neither waits nor ends it.
+        os.write(told, b".")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert os.read(said, 1) == b"."
+        weights = {"w": torch.zeros(2)}
+        with Subscriber(address, weights, timeout=10) as subscriber:
+            assert subscriber.apply_delta() is not None
+        publisher.close()
+        with Publisher(tmp_path / "store", listen=address) as again:
+            again.publish_delta({"w": torch.ones(2)}, 2)
+            with Subscriber(address, weights, timeout=10) as subscriber:
+                assert subscriber.apply_delta() is not None
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(said)
+        os.close(told)

@@ -172,10 +172,11 @@ class StoredTensors:
 
     def finish(self, planner: dcp.LoadPlanner, progress: ProgressArgument) -> None:
         """Reads whole tensors, and the parts that devices cut out."""
+        told = self._part_targets()
         wanted = [
             (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
-            for _, _, number, values in self._whole
-            if values.numel()
+            for i, (_, _, number, values) in enumerate(self._whole)
+            if values.numel() and i not in told
         ]
         total = sum(request[2] for request in wanted)
         self.read_bytes += total
@@ -192,6 +193,40 @@ class StoredTensors:
             planner.commit_tensor(item, target)
         self._whole.clear()
         self._wrapped.clear()
+
+    def _part_targets(self) -> set[int]:
+        """Sees to it that no memory is filled by two requests, as that of tied weights would be. Returns
+        which of the targets another one's request fills. Others that share memory get their values
+        in order, through host memory, so that the last one wins.
+        """
+        straight = [
+            (str(values.device), values.data_ptr(), i)
+            for i, (_, target, _, values) in enumerate(self._whole)
+            if values is target and values.numel()
+        ]
+        groups: list[list[int]] = []
+        where, end = "", 0
+        for device, start, i in sorted(straight):
+            if device != where or start >= end:
+                groups.append([])
+                where, end = device, start
+            groups[-1].append(i)
+            end = max(end, start + self._whole[i][3].nbytes)
+        told: set[int] = set()
+        for group in groups:
+            others = sorted(group)[1:]
+            kinds = {
+                (number, values.data_ptr(), values.nbytes)
+                for _, _, number, values in (self._whole[i] for i in group)
+            }
+            if len(kinds) == 1:
+                told.update(others)
+                continue
+            for i in others:
+                item, target, number, values = self._whole[i]
+                apart = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+                self._whole[i] = (item, target, number, apart)
+        return told
 
     def _cut(self, parts: list[_Part], planner: dcp.LoadPlanner, tracker: Progress) -> None:
         """Decodes whole stored tensors into free device memory, and copies the parts from there."""

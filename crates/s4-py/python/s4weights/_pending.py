@@ -76,6 +76,11 @@ class SaveFuture(Outcome[T]):
         self._on_seen()
         return None if seen else outcome
 
+    def raise_unseen(self) -> None:
+        """Waits; raises the error if nobody has seen it."""
+        if (error := self.settle()) is not None:
+            raise error
+
 
 class Pending(Generic[T]):
     """A save that runs in the background. `PendingSave` describes the attributes.
@@ -516,6 +521,23 @@ class Deadline:
         """Raises `S4Error` if the deadline has passed."""
         if self._at is not None and time.monotonic() > self._at:
             raise S4Error("the save was given up: the process was told to end, and time ran out")
+
+
+@contextlib.contextmanager
+def saving_here(store: CheckpointStore) -> Iterator[None]:
+    """Around a save on this thread: if a SIGTERM arrives meanwhile, the process ends after the save
+    (`finish_on_sigterm`).
+    """
+    main = threading.current_thread() is threading.main_thread() and not store._turn.is_mine()
+    if main:
+        store._saving_here = True
+    try:
+        yield
+    finally:
+        if main:
+            store._saving_here = False
+            if store._after_save is not None:
+                store._after_save()
 
 
 @contextlib.contextmanager

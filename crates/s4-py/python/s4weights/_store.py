@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import pickle
-import threading
 import time
 import warnings
 import weakref
@@ -22,7 +22,7 @@ from ._entries import CheckpointEntry, Retention, check_numbers, checked_step, l
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
 from ._load import load as read_file
-from ._pending import Deadline, HostBuffer, Pending, PendingSave
+from ._pending import Deadline, HostBuffer, Pending, PendingSave, saving_here
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._runner import RunnerClient
@@ -222,10 +222,11 @@ class CheckpointStore(Catalog):
         with self._turn.take():
             try:
                 if not self._closed:
-                    self._settle()
-                    for outside in [*self._outside]:
-                        if (error := outside.committed.settle()) is not None:
-                            raise error
+                    # All of them have ended before the store is closed, whichever fails.
+                    with contextlib.ExitStack() as rest:
+                        for outside in [*self._outside]:
+                            rest.callback(outside.committed.raise_unseen)
+                        self._settle()
             finally:
                 self._closed = True
                 self._native, self._spare = None, None
@@ -335,28 +336,19 @@ class CheckpointStore(Catalog):
             begun.append(pending)
             self._pending = pending
 
-        main = threading.current_thread() is threading.main_thread() and not self._turn.is_mine()
         try:
-            try:
-                if main:
-                    self._saving_here = True
-                with self._turn.take():
-                    self._settle()
-                    if self.runner is None:
-                        return self._save(
-                            *(begin, state, step, metrics, tags, blocking, base, stage, progress),
-                            *(metadata, pickle_module, pickle_protocol),
-                        )
-                    how = {**self._arguments, "stage": stage, "progress": progress}
-                    how |= {"metadata": metadata}
-                    how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
-                    save: Callable[..., Any] = self.runner.save
-                    return save(begin, state, step, metrics, tags, blocking, base, how)  # type: ignore[no-any-return]
-            finally:
-                if main:
-                    self._saving_here = False
-                    if self._after_save is not None:
-                        self._after_save()
+            with saving_here(self), self._turn.take():
+                self._settle()
+                if self.runner is None:
+                    return self._save(
+                        *(begin, state, step, metrics, tags, blocking, base, stage, progress),
+                        *(metadata, pickle_module, pickle_protocol),
+                    )
+                how = {**self._arguments, "stage": stage, "progress": progress}
+                how |= {"metadata": metadata}
+                how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
+                save: Callable[..., Any] = self.runner.save
+                return save(begin, state, step, metrics, tags, blocking, base, how)  # type: ignore[no-any-return]
         except BaseException:
             for pending in begun:
                 pending._give_up()
@@ -667,9 +659,7 @@ class CheckpointStore(Catalog):
                 "this would wait for the save that it is called from: a progress function can "
                 "neither save to the same store nor load from it"
             )
-        error = pending.committed.settle()
-        if error is not None:
-            raise error
+        pending.committed.raise_unseen()
 
     def _drain(self, seconds: float) -> None:
         """Waits for running saves; those that have not ended in time are given up."""
@@ -679,8 +669,9 @@ class CheckpointStore(Catalog):
             try:
                 if not waited:
                     raise TimeoutError
-                if self._pending is not None:
-                    self._pending.committed.exception(max(0.0, end - time.monotonic()))
+                pending = [] if self._pending is None else [self._pending]
+                for save in [*pending, *self._outside]:
+                    save.committed.exception(max(0.0, end - time.monotonic()))
             except (TimeoutError, futures.TimeoutError):
                 logger.error("%s: a save did not end in time", self.url)
             finally:

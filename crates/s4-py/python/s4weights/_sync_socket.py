@@ -24,11 +24,12 @@ import socket
 import socketserver
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from . import _core
+from . import _core, _live
 from ._entries import CheckpointEntry
 from ._errors import CorruptDataError, NotFoundError, S4Error, StorageError
 from ._runner import UnixConnection
@@ -45,6 +46,17 @@ _SILENCE = 60.0
 #: The most bytes of a checkpoint that is kept in memory for the next request.
 _KEPT_BYTES = 256 << 20
 _PAUSE = 0.2
+
+_servers: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for server in _servers:
+        server._in_child()
+    _servers.clear()
+
+
+_live.at_fork(_in_child)
 
 
 def split_address(address: str) -> tuple[str, int] | str:
@@ -106,9 +118,17 @@ class Server:
             host = f"[{place[0]}]" if ":" in place[0] else place[0]
             self.address = f"tcp://{host}:{self._server.socket.getsockname()[1]}"
         self._path = place if isinstance(place, str) else None
+        #: Whether this is the copy in a child: the parent's thread serves.
+        self._is_parents = False
+        _servers.add(self)
         self.refresh()
         serve = self._server.serve_forever
         threading.Thread(target=serve, name="s4weights-sync", daemon=True).start()
+
+    def _in_child(self) -> None:
+        """In the child after a fork. Its copy of the socket would keep the address in use."""
+        self._is_parents = True
+        self._server.socket.close()
 
     def refresh(self) -> None:
         """Reads what the store lists, and wakes requests that wait for it."""
@@ -119,6 +139,8 @@ class Server:
 
     def close(self) -> None:
         """Stops serving; answers that are being sent are cut off."""
+        if self._is_parents:
+            return
         with self._news:
             self._closed = True
             self._news.notify_all()

@@ -54,8 +54,8 @@ from ._dcp_stager import Stager, device_copies
 from ._dcp_wrapped import MARK, unwrap
 from ._device import HOST, Places
 from ._entries import CheckpointEntry, checked_step, labels_of
-from ._errors import ConflictError, NotFoundError, S4Error, UnsupportedFormatError
-from ._pending import Outside
+from ._errors import ConflictError, NotFoundError, UnsupportedFormatError
+from ._pending import Outside, saving_here
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._storages import dtype_name
@@ -464,13 +464,14 @@ def save(
         The store's entry on the coordinating rank; ``None`` on the others.
     """
     writer = StorageWriter(store, step=step, **options)
-    dcp.save(
-        state_dict,
-        storage_writer=writer,
-        planner=planner or SavePlanner(),
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    with saving_here(writer._place.store):
+        dcp.save(
+            state_dict,
+            storage_writer=writer,
+            planner=planner or SavePlanner(),
+            process_group=process_group,
+            no_dist=no_dist,
+        )
     return writer.entry
 
 
@@ -547,9 +548,9 @@ def _newest(reader: StorageReader, group: Any) -> Any:
             found = [reader._entry(None).id]
         except NotFoundError:
             # Each rank may have its own checkpoints.
-            with contextlib.suppress(S4Error):
+            with contextlib.suppress(Exception):
                 found = [reader._entry(0).step]
-        except S4Error:
+        except Exception:  # The others wait for an answer, and every rank gets the error below.
             pass
     first = 0 if group is None else dist.get_global_rank(group, 0)
     dist.broadcast_object_list(found, src=first, group=group)

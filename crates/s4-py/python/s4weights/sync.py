@@ -224,6 +224,16 @@ class Publisher:
             if self._store is not None:
                 with contextlib.suppress(ValueError):  # It was removed already.
                     self._store._on_saved.remove(self._published)
+                if self._is_private:
+                    self._is_private = False
+                    self._empty()
+
+    def _empty(self) -> None:
+        """Deletes what the store in memory holds: nobody else can reach it."""
+        with contextlib.suppress(S4Error), CheckpointStore(self._url) as store:
+            native = store._open("open")
+            native.retire([entry.id for entry in store.list()], "closed")
+            native.sweep(0.0, True, False)
 
     def __enter__(self) -> Publisher:
         return self

@@ -257,3 +257,22 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run_guide("lightning.md", {"Trainer": make, "Model": Model, "model": Model()})
     assert_identical(names["again"].state_dict(), names["model"].state_dict())
     assert names["store"].latest() == 6 and names["trainer"].global_step == 6
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_last_checkpoint_may_be_a_link(tmp_path: Path, how: str) -> None:
+    io = checkpoint_io(how, tmp_path)
+    kept = ModelCheckpoint(tmp_path / "new" / "kept", every_n_train_steps=2, save_last="link")
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        plugins=[io],
+        callbacks=[kept],
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model())
+    last = tmp_path / "new" / "kept" / "last.ckpt"
+    assert last.is_symlink() and last.is_file()

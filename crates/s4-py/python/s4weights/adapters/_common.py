@@ -44,6 +44,12 @@ def as_store(store: Store, options: dict[str, Any]) -> CheckpointStore:
     return CheckpointStore(store, **options)
 
 
+def newest(store: CheckpointStore) -> int | None:
+    """The newest step; what is being saved in the background is waited for."""
+    store._settle()
+    return store.latest()
+
+
 def first_decides(
     work: Callable[[], Any], is_first: bool, broadcast: Callable[[list[Any]], object]
 ) -> Any:

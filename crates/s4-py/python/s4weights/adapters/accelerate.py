@@ -20,7 +20,7 @@ from typing import Any
 from .._load import load
 from .._pending import Pending
 from .._save import save
-from ._common import Store, as_store, first_decides, require
+from ._common import Store, as_store, first_decides, newest, require
 from ._folder import restore_folder, save_folder
 
 require("accelerate", "1.1", "accelerate")
@@ -104,11 +104,15 @@ def load_state(
     kept = as_store(store, options)
 
     def work() -> tuple[int, str] | None:
-        found = kept.latest() if step is None else step
+        found = newest(kept) if step is None else step
         if found is None:
             return None
         folder = tempfile.mkdtemp(prefix="s4weights-accelerate-")
-        restore_folder(kept, folder, found)
+        try:
+            restore_folder(kept, folder, found)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return found, folder
 
     restored = _agree(accelerator, work)

@@ -14,7 +14,7 @@ from typing import Any
 
 from .._errors import MismatchError
 from .._pending import Pending
-from ._common import Store, as_store, require
+from ._common import Store, as_store, newest, require
 
 require("keras", "3.0", "keras")
 
@@ -85,7 +85,7 @@ def restore(store: Store, model: Any, step: int | None = None, **options: Any) -
         MismatchError: it belongs to another model or optimizer.
     """
     kept = as_store(store, options)
-    step = kept.latest() if step is None else step
+    step = newest(kept) if step is None else step
     if step is None:
         return 0
     set_state(model, kept.load_checkpoint(step, "cpu"))

@@ -195,6 +195,8 @@ class StoreCheckpointIO(_CheckpointIO):
         if self.blocking:
             self._mark(self.store.save_checkpoint(checkpoint, step, tags=tags), name)
         else:
+            # The file comes later, but Lightning may link to it at once.
+            _make_folder(name)
             saved: Any = self.store.save_checkpoint(checkpoint, step, tags=tags, blocking=False)
             # With a runner: the save has ended, without an entry, once the runner has the file.
             running: Pending[Any] = getattr(saved, "_submission", saved)
@@ -217,8 +219,7 @@ class StoreCheckpointIO(_CheckpointIO):
 
     def _mark(self, entry: CheckpointEntry, path: str) -> None:
         mark = _Mark(absolute(self.store.url), entry.id)
-        fs, name = fsspec.core.url_to_fs(path)
-        fs.makedirs(os.path.dirname(name), exist_ok=True)
+        fs, name = _make_folder(path)
         text = json.dumps({"s4weights": mark._asdict()}).encode()
         if not _is_local(fs):
             fs.pipe_file(name, text)
@@ -338,6 +339,13 @@ def _load(
     if store is None or absolute(store.url) != mark.store:
         store = CheckpointStore(mark.store, read_only=True)
     return store.load_checkpoint(mark.id, map_location, weights_only=weights_only)
+
+
+def _make_folder(path: str) -> tuple[Any, str]:
+    """Makes the folder that a file goes to; returns its file system, and the file's name there."""
+    fs, name = fsspec.core.url_to_fs(path)
+    fs.makedirs(os.path.dirname(name), exist_ok=True)
+    return fs, name
 
 
 def _is_local(fs: Any) -> bool:

@@ -16,7 +16,7 @@ import shutil
 from typing import Any
 
 from .._pending import Pending
-from ._common import Store, as_store, first_decides, require
+from ._common import Store, as_store, first_decides, newest, require
 from ._folder import restore_folder, save_folder
 
 require("transformers", "4.46", "transformers")
@@ -117,7 +117,7 @@ def restore(
     kept = as_store(store, options)
 
     def write() -> str | None:
-        found = kept.latest() if step is None else step
+        found = newest(kept) if step is None else step
         if found is None:
             return None
         folder = _folder_of(output_dir, found)

@@ -1,0 +1,121 @@
+"""`s4weights.dcp` in one process: targets that share memory, and saves that are still running."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from s4weights import CheckpointStore
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+
+if dist.is_available():
+    import torch.distributed.checkpoint as dcp
+
+    from s4weights import dcp as ours
+
+
+def loaded(state: dict[str, torch.Tensor], store: Path, plain: Path) -> None:
+    """Loads, and compares with what PyTorch's own storage makes of the same targets."""
+    expected = {}
+    memory: dict[int, torch.Tensor] = {}
+    for name, tensor in state.items():
+        whole = memory.setdefault(
+            tensor.untyped_storage().data_ptr(),
+            torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8).view(tensor.dtype),
+        )
+        expected[name] = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    ours.load(state, store, 1, no_dist=True)
+    dcp.load(expected, checkpoint_id=plain, no_dist=True)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_targets_that_share_memory_are_filled_as_by_pytorch(tmp_path: Path) -> None:
+    tied = torch.randn(100, 10)
+    saved = {"a": tied, "b": tied, "c": torch.randn(100, 10), "d": torch.randn(50, 10)}
+    ours.save(saved, tmp_path / "store", 1, no_dist=True)
+    dcp.save(saved, checkpoint_id=tmp_path / "plain", no_dist=True)
+    for names in itertools.permutations("abcd"):
+        # Tied as they were; tied, but saved apart; and one that overlaps another.
+        memory = torch.zeros(150, 10)
+        shapes = {"a": memory[:100], "b": memory[:100], "c": memory[50:], "d": memory[:50]}
+        for some in (names[:2], names[:3], names):
+            memory.zero_()
+            loaded({name: shapes[name] for name in some}, tmp_path / "store", tmp_path / "plain")
+
+
+def test_a_tied_model_is_loaded(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50, bias=False)
+            self.head.weight = self.embed.weight
+
+    model, again = Tied(), Tied()
+    ours.save(model.state_dict(), tmp_path, 1, no_dist=True)
+    ours.load(again.state_dict(), tmp_path, 1, no_dist=True)
+    assert again.head.weight is again.embed.weight
+    assert torch.equal(again.embed.weight, model.embed.weight)
+
+
+def test_closing_a_store_waits_for_all_saves_whichever_fails(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, bandwidth=20 << 20)
+    store.save_checkpoint({}, 0)
+
+    def fails(done: int, total: int) -> None:
+        if done:
+            raise LookupError("a test")
+
+    stager = ours.Stager()
+    running: Any = ours.async_save(
+        {"w": torch.randn(2 << 20)}, store, 2, stager=stager, no_dist=True
+    )
+    store.save_checkpoint({"w": torch.ones(9)}, 1, blocking=False, progress=fails)
+    with pytest.raises(LookupError, match="a test"):
+        store.close()
+    assert running.done() and running.exception() is None
+    with CheckpointStore(tmp_path) as again:
+        assert [entry.step for entry in again.list()] == [0, 2]
+
+
+def test_whatever_the_first_rank_finds_the_others_hear_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def _entry(self, step: int | None) -> Any:
+            raise MemoryError
+
+    told: list[Any] = []
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda found, **_: told.append(found))
+    broken: Any = Broken()
+    assert ours._newest(broken, None) is None
+    assert told == [[None]]
+
+
+def test_what_is_being_saved_is_the_newest(tmp_path: Path) -> None:
+    from s4weights.adapters._common import newest
+
+    with CheckpointStore(tmp_path, bandwidth=20 << 20) as store:
+        assert newest(store) is None
+        for step in (1, 2):
+            store.save_checkpoint({"w": torch.randn(1 << 20)}, step, blocking=False)
+        assert newest(store) == 2
+
+
+def test_of_a_publisher_in_memory_nothing_is_left() -> None:
+    from s4weights.sync import Publisher
+
+    with Publisher("memory:") as publisher:
+        for step in range(3):
+            publisher.publish_delta({"w": torch.randn(5000)}, step)
+        url = publisher._url
+    with CheckpointStore(url) as store:
+        assert store.list() == []
+        assert store.gc(grace=0, exclusive=True)["deleted"] == []
