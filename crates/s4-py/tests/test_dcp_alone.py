@@ -39,15 +39,17 @@ def loaded(state: dict[str, torch.Tensor], store: Path, plain: Path) -> None:
 def test_targets_that_share_memory_are_filled_as_by_pytorch(tmp_path: Path) -> None:
     tied = torch.randn(100, 10)
     saved = {"a": tied, "b": tied, "c": torch.randn(100, 10), "d": torch.randn(50, 10)}
+    saved["e"] = torch.randn(10, 100)
     ours.save(saved, tmp_path / "store", 1, no_dist=True)
     dcp.save(saved, checkpoint_id=tmp_path / "plain", no_dist=True)
-    for names in itertools.permutations("abcd"):
-        # Tied as they were; tied, but saved apart; and one that overlaps another.
-        memory = torch.zeros(150, 10)
-        shapes = {"a": memory[:100], "b": memory[:100], "c": memory[50:], "d": memory[:50]}
-        for some in (names[:2], names[:3], names):
+    memory = torch.zeros(150, 10)
+    # Tied; overlapping; and one that is not read straight into its memory.
+    shapes = {"a": memory[:100], "b": memory[:100], "c": memory[50:], "d": memory[:50]}
+    shapes["e"] = memory[:100].t()
+    for count in (2, 3):
+        for names in itertools.permutations("abcde", count):
             memory.zero_()
-            loaded({name: shapes[name] for name in some}, tmp_path / "store", tmp_path / "plain")
+            loaded({name: shapes[name] for name in names}, tmp_path / "store", tmp_path / "plain")
 
 
 def test_a_tied_model_is_loaded(tmp_path: Path) -> None:

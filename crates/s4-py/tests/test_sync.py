@@ -621,10 +621,13 @@ def test_a_child_does_not_keep_the_address(tmp_path: Path, listen: str) -> None:
     said, told = os.pipe()
     child = os.fork()
     if child == 0:
-        publisher.close()  # The parent's: this neither waits nor ends it.
-        os.write(told, b".")
-        time.sleep(60)
-        os._exit(0)
+        try:
+            publisher.close()  # The parent's: this neither waits nor ends it.
+            os.write(told, b".")
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.close(told)
     try:
         assert os.read(said, 1) == b"."
         weights = {"w": torch.zeros(2)}
@@ -639,4 +642,3 @@ def test_a_child_does_not_keep_the_address(tmp_path: Path, listen: str) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(said)
-        os.close(told)

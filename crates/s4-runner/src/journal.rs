@@ -188,7 +188,7 @@ impl Journal {
     }
 }
 
-/// The file with the id of the store, as far as it was ever opened.
+/// The file with the id of the store, once that has been opened.
 #[derive(Debug, Clone)]
 pub(crate) struct KnownStore(PathBuf);
 

@@ -193,8 +193,8 @@ impl Queue {
         self.lock().stopped
     }
 
-    /// Accepts a checkpoint whose file is staged. It is in the journal when this returns. `None`: nothing was accepted,
-    /// since the queue is draining; whoever waits for that does not wait for what comes later.
+    /// Accepts a checkpoint whose file is staged. It is in the journal when this returns. `None`: the queue is
+    /// draining, and nothing was accepted: the drain does not wait for what comes later.
     ///
     /// # Errors
     /// Any I/O error of the journal. Then nothing was accepted.
@@ -236,7 +236,7 @@ impl Queue {
             let _ = self.journal.remove(id);
             return Err(e);
         }
-        // At the same time, so that who sets the mode sees all that was accepted before.
+        // Under one lock: whoever sets the mode sees everything that was accepted before.
         let draining = {
             let mut inner = self.lock();
             let draining = inner.mode == Mode::Draining;

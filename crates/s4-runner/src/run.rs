@@ -99,6 +99,7 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     let mut signals = Signals::new(usr1);
     let why = signals.wait(&service).await;
     notify::stopping(&why);
+    service.queue.set_mode(Mode::Draining);
     tokio::select! {
         () = drain(&service) => {}
         why = signals.end() => tracing::warn!("{why} again: ending without waiting"),
@@ -218,15 +219,17 @@ fn stay_with_store(
         let before = before.unwrap_or_default();
         let mut open = records.iter().filter(|r| r.state != State::Durable).count();
         let refused = |what: String| {
-            Err(Error::Config(format!(
-                "{}: {what}, and not for {name}: start the runner with {before} until they are durable or forgotten, or \
-                 use another state folder and staging folder",
-                config.state_dir.display()
-            )))
+            let folder = config.state_dir.display();
+            let what = format!("{folder}: {what}, or use another state folder and staging folder");
+            Err(Error::Config(what))
         };
+        let first = format!(
+            "and are not for {name}: start the runner with {before} until they are durable or forgotten"
+        );
         if open == 0 && damaged > 0 {
             return refused(format!(
-                "{damaged} records cannot be read, whose checkpoints are for {before}"
+                "{damaged} records cannot be read (journal/*.damaged), and their checkpoints may not be durable in \
+                 {before}: start the runner with {before} until everything is durable, and remove these files"
             ));
         }
         if open == 0 {
@@ -234,12 +237,14 @@ fn stay_with_store(
             match stores.not_durable(records) {
                 Ok(found) => open = found,
                 Err(e) => {
-                    return refused(format!("the checkpoints there are for {before} ({e})"));
+                    return refused(format!(
+                        "the local store cannot be read ({e}); its checkpoints are for {before}, {first}"
+                    ));
                 }
             }
         }
         if open > 0 {
-            return refused(format!("{open} checkpoints are not durable in {before} yet"));
+            return refused(format!("{open} checkpoints are not durable in {before} yet, {first}"));
         }
         tracing::warn!(
             before,
@@ -358,10 +363,9 @@ impl Signals {
     }
 }
 
-/// Stops accepting, and waits until everything is durable or time is up.
+/// Waits until everything is durable or time is up.
 async fn drain(service: &Service) {
     let began = Instant::now();
-    service.queue.set_mode(Mode::Draining);
     let open = service.flush(service.config.drain()).await;
     tracing::info!(open, seconds = began.elapsed().as_secs_f64(), "drained");
 }

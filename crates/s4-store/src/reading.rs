@@ -8,6 +8,7 @@ use bytes::Bytes;
 use futures::{Stream, StreamExt};
 use object_store::path::Path;
 use s4_format::Digest;
+use tokio::task::JoinSet;
 
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
@@ -79,12 +80,22 @@ impl Reading {
     }
 
     /// All objects in order, each as by [`Reading::object`]. Several are read at the same time: up to 128 MiB, or one if
-    /// that is larger.
+    /// that is larger. Must be called within a tokio runtime.
     pub fn objects(&self) -> impl Stream<Item = Result<Bytes>> + Send + '_ {
         let largest = self.manifest.objects.iter().map(|o| o.len).max().unwrap_or(0).max(1);
         let at_once = usize::try_from(AHEAD / largest).unwrap_or(usize::MAX);
         let at_once = at_once.clamp(1, self.inner.concurrency());
-        let read = move |n| async move { self.object(n).await };
+        let read = move |n| {
+            // On a task of its own: it goes on while the caller does something else with the object before.
+            let (reading, mut task) = (self.clone(), JoinSet::new());
+            task.spawn(async move { reading.object(n).await });
+            async move {
+                match task.join_next().await {
+                    Some(done) => done.map_err(|e| Error::Callback(Box::new(e)))?,
+                    None => Err(Error::Argument(format!("no object {n}"))),
+                }
+            }
+        };
         futures::stream::iter(0..self.object_count()).map(read).buffered(at_once)
     }
 

@@ -20,18 +20,39 @@ const SLOWEST: u64 = 64 << 10;
 /// passed.
 const WARN_AFTER: Duration = Duration::from_secs(5);
 
-/// When a request that brings one answer after the other, such as a listing, brought the last one.
+/// How far a request has come that brings one answer after the other, such as a listing, which begins anew when it is
+/// repeated.
 #[derive(Debug, Default)]
-pub(crate) struct Progress(Mutex<Option<Instant>>);
+pub(crate) struct Progress(Mutex<Answers>);
+
+#[derive(Debug, Default, Clone, Copy)]
+struct Answers {
+    /// Those of this try, and the most of any.
+    seen: u64,
+    most: u64,
+    /// When the last one came, and the last one that was further than any before.
+    moved: Option<Instant>,
+    gained: Option<Instant>,
+}
 
 impl Progress {
     /// Notes an answer.
     pub(crate) fn made(&self) {
-        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(Instant::now());
+        let mut answers = self.lock();
+        let now = Some(Instant::now());
+        answers.seen += 1;
+        answers.moved = now;
+        if answers.seen > answers.most {
+            (answers.most, answers.gained) = (answers.seen, now);
+        }
     }
 
-    fn last(&self) -> Option<Instant> {
-        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    fn begin(&self) {
+        self.lock().seen = 0;
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Answers> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
@@ -75,7 +96,7 @@ impl Retrier {
     }
 
     /// As [`Retrier::run`], but its time begins anew with each answer that `progress` is told of: a request that brings
-    /// many may take as long as they come.
+    /// many may take as long as they come. It is repeated only until the time is up since it last came further than before.
     pub(crate) async fn run_while_moving<T, F>(
         &self,
         action: &'static str,
@@ -89,23 +110,25 @@ impl Retrier {
     {
         let begun = Instant::now();
         let moving = Duration::from_secs(bytes / SLOWEST);
-        let start = || progress.last().unwrap_or(begun);
+        let moved = || progress.lock().moved.unwrap_or(begun);
+        let gained = || progress.lock().gained.unwrap_or(begun);
         let late = |last| {
-            let limit = round(start().elapsed());
+            let limit = round(gained().elapsed());
             Error::Deadline { action, key: key.to_owned(), limit, last }
         };
         let mut last = None;
         for attempt in 0.. {
+            progress.begin();
             let mut trying = std::pin::pin!(request());
             let error = loop {
-                let end = start() + self.patience(last.as_ref()) + moving;
+                let end = moved() + self.patience(last.as_ref()) + moving;
                 match tokio::time::timeout_at(end, &mut trying).await {
                     Ok(Ok(value)) => {
                         self.met.store(true, Ordering::Relaxed);
                         return Ok(value);
                     }
                     Ok(Err(error)) => break error,
-                    Err(_) if start() + self.patience(last.as_ref()) + moving > end => {}
+                    Err(_) if moved() + self.patience(last.as_ref()) + moving > end => {}
                     Err(_) => return Err(late(last.unwrap_or_else(Failure::silent))),
                 }
             };
@@ -121,14 +144,14 @@ impl Retrier {
             if is_permanent(&error) || attempt + 1 >= self.retry.attempts {
                 return Err(Error::Storage { action, key: key.to_owned(), source: failure });
             }
-            let end = start() + self.patience(Some(&failure));
+            let end = gained() + self.patience(Some(&failure));
             let left = end.saturating_duration_since(Instant::now());
             if left < self.retry.first_pause {
                 return Err(late(failure));
             }
             // Shorter pauses near the end: the last tries may be the ones that succeed.
             let pause = self.retry.pause(attempt, jitter(key, attempt)).min(left / 2);
-            self.tell(action, key, &failure, start().elapsed() + pause, end);
+            self.tell(action, key, &failure, gained().elapsed() + pause, end);
             last = Some(failure);
             tokio::time::sleep(pause).await;
         }
@@ -295,21 +318,23 @@ mod tests {
             let most = 3 * pages + if ok { 0 } else { 5 };
             assert_eq!(start.elapsed().as_secs(), most);
         }
-        // It is tried again where it failed late, too.
-        let retrier = Retrier::new(Retry::within(Duration::from_secs(5)));
-        let (progress, tries) = (Progress::default(), AtomicU32::new(0));
-        let list = || async {
-            let again = tries.fetch_add(1, Ordering::Relaxed) > 0;
-            for _ in 0..10 {
-                tokio::time::sleep(Duration::from_secs(3)).await;
-                progress.made();
-            }
-            let reset = io::Error::from(io::ErrorKind::ConnectionReset);
-            let failed = object_store::Error::Generic { store: "test", source: reset.into() };
-            if again { Ok(()) } else { Err(failed) }
-        };
-        retrier.run_while_moving("list", "k", 0, &progress, list).await.unwrap();
-        assert_eq!(tries.load(Ordering::Relaxed), 2);
+        // It is tried again where it failed late, too, but not forever at the same place.
+        for (fail, ok) in [(1, true), (u32::MAX, false)] {
+            let retrier = Retrier::new(Retry::within(Duration::from_secs(5)));
+            let (progress, tries) = (Progress::default(), AtomicU32::new(0));
+            let list = || async {
+                let number = tries.fetch_add(1, Ordering::Relaxed);
+                for _ in 0..10 {
+                    tokio::time::sleep(Duration::from_secs(3)).await;
+                    progress.made();
+                }
+                let reset = io::Error::from(io::ErrorKind::ConnectionReset);
+                let failed = object_store::Error::Generic { store: "test", source: reset.into() };
+                if number < fail { Err(failed) } else { Ok(()) }
+            };
+            let done = retrier.run_while_moving("list", "k", 0, &progress, list).await;
+            assert_eq!((done.is_ok(), tries.load(Ordering::Relaxed)), (ok, 2), "{done:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -197,13 +197,13 @@ impl<'a> Rounded<'a> {
 }
 
 /// The runs of narrow values by which originals are searched: the first ones whose values are not all the same, as many
-/// tensors have zeros in the same places. There is one more than values may differ. Each value that differs changes one
-/// run, or which are searched by one, so a copy has at least one in common with its original.
+/// tensors have zeros in the same places. There is one more than values may differ. A value that differs replaces at most one
+/// of them, so a copy has at least one in common with its original.
 fn searched(look: &[u8]) -> impl Iterator<Item = Run> {
     let runs = (0u8..).zip(look.as_chunks().0).map(|(i, run)| (u64::from_le_bytes(*run), i));
-    let is_even = |(run, _): &Run| *run == (*run & 0xffff) * 0x1_0001_0001_0001;
-    let uneven = runs.clone().filter(move |run| !is_even(run));
-    uneven.chain(runs.filter(is_even)).take(MAY_DIFFER + 1)
+    let is_uniform = |(run, _): &Run| *run == (*run & 0xffff) * 0x1_0001_0001_0001;
+    let varied = runs.clone().filter(move |run| !is_uniform(run));
+    varied.chain(runs.filter(is_uniform)).take(MAY_DIFFER + 1)
 }
 
 /// The number of bytes that the ends of two names have in common.

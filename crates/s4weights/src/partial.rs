@@ -8,11 +8,11 @@ use crate::options::Meter;
 use crate::reader::Reader;
 use crate::slice::{Slice, View};
 
-/// Runs of at least this many bytes are decoded to where they go, [`RUNS`] at a time.
+/// Runs of at least this many bytes are decoded to where they go, at most [`RUNS`] at a time.
 const LONG: u64 = 4096;
 const RUNS: usize = 1 << 16;
-/// Shorter ones are copied from all that lies between the first and the last: so many bytes at a time, or one chunk if that
-/// is larger.
+/// Shorter ones are copied from all that lies between those that are close together: at most this many bytes at a time, or
+/// one chunk if that is larger.
 const COVERED: u64 = 64 << 20;
 
 impl Reader {
@@ -32,9 +32,9 @@ impl Reader {
         let chunk = self.chunk_bytes(self.host(number))?;
         let (mut rest, mut between) = (to, vec![]);
         // All runs are of one length.
-        let is_long = runs.peek().is_some_and(|run| run.end - run.start >= LONG);
-        while let Some(first) = runs.peek().cloned() {
-            if is_long {
+        let long = runs.peek().is_some_and(|run| run.end - run.start >= LONG);
+        while runs.peek().is_some() {
+            if long {
                 let mut wants = vec![];
                 for run in runs.by_ref().take(RUNS) {
                     let (now, later) = rest.split_at_mut((run.end - run.start) as usize);
@@ -44,26 +44,26 @@ impl Reader {
                 self.fetch_checked(wants, &mut |wants| self.fetch_all(wants, meter))?;
                 continue;
             }
-            // As long as the next one is in the same chunk or in the next, nothing is decoded that is not needed.
-            let limit = (first.start / chunk + (COVERED / chunk).max(1)) * chunk;
-            let (mut end, mut count) = (first.end, 1);
-            for run in runs.clone().skip(1) {
-                if run.start - end >= chunk || run.end > limit {
-                    break;
-                }
-                (end, count) = (run.end, count + 1);
+            let spans = spans(runs.clone(), chunk);
+            between.resize(spans.iter().map(|(span, _)| (span.end - span.start) as usize).sum(), 0);
+            let (mut wants, mut free) = (vec![], &mut between[..]);
+            for (span, _) in &spans {
+                let (now, later) = free.split_at_mut((span.end - span.start) as usize);
+                wants.push(Want { tensor: number, first: span.start, to: now });
+                free = later;
             }
-            between.resize((end - first.start) as usize, 0);
-            let wants = vec![Want { tensor: number, first: first.start, to: &mut between }];
             let mut silent = Meter { callback: None, done: 0, total: 0 };
             self.fetch_checked(wants, &mut |wants| self.fetch_all(wants, &mut silent))?;
-            let mut copied = 0;
-            for run in runs.by_ref().take(count) {
-                let from = (run.start - first.start) as usize..(run.end - first.start) as usize;
-                let (now, later) = rest.split_at_mut(from.len());
-                copied += from.len() as u64;
-                now.copy_from_slice(&between[from]);
-                rest = later;
+            let (mut at, mut copied) = (0, 0);
+            for (span, count) in spans {
+                for run in runs.by_ref().take(count) {
+                    let first = at + (run.start - span.start) as usize;
+                    let len = (run.end - run.start) as usize;
+                    let (now, later) = rest.split_at_mut(len);
+                    now.copy_from_slice(&between[first..first + len]);
+                    (rest, copied) = (later, copied + len as u64);
+                }
+                at += (span.end - span.start) as usize;
             }
             meter.add(copied)?;
         }
@@ -75,5 +75,55 @@ impl Reader {
         let blocks = self.blocks(&[host])?;
         let spec = self.spec(host, &blocks[&host]);
         Ok((spec.dtype.value_width() as u64) << spec.chunk_log2)
+    }
+}
+
+/// What to read for the next runs: bytes that have some of them, and how many. No chunk is read that has none: the next run
+/// belongs to a span if it is in the chunk where that ends, or in the one behind.
+fn spans(runs: impl Iterator<Item = Range<u64>>, chunk: u64) -> Vec<(Range<u64>, usize)> {
+    let (mut runs, mut spans, mut total) = (runs.peekable(), vec![], 0);
+    while (spans.is_empty() || total + chunk <= COVERED)
+        && spans.len() < RUNS
+        && let Some(first) = runs.next()
+    {
+        let limit = (first.start / chunk + ((COVERED - total) / chunk).max(1)) * chunk;
+        let (mut end, mut count) = (first.end, 1);
+        while let Some(run) =
+            runs.next_if(|run| run.start.saturating_sub(end) < chunk && run.end <= limit)
+        {
+            (end, count) = (run.end, count + 1);
+        }
+        total += end - first.start;
+        spans.push((first.start..end, count));
+    }
+    spans
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spans_leave_out_what_no_run_is_in_and_end_with_chunks() {
+        let chunk = 1 << 18;
+        let runs = |count: u64, step: u64| (0..count).map(move |i| 10 + i * step..12 + i * step);
+        // Close together: one span, up to the end of a chunk.
+        let found = spans(runs(1 << 30, 4), chunk);
+        assert_eq!(found, [(10..COVERED, (COVERED as usize - 10).div_ceil(4))]);
+        // Apart: a span each, as many at a time as there may be.
+        let found = spans(runs(5000, 2 * chunk), chunk);
+        assert_eq!(found.len(), 5000);
+        assert!(found.iter().all(|(span, count)| (span.end - span.start, *count) == (2, 1)));
+        assert_eq!(spans(runs(1 << 20, 2 * chunk), chunk).len(), RUNS);
+        // Some of each of several blocks.
+        let blocks = (0..100)
+            .flat_map(|b| runs(10, 1000).map(move |r| r.start + (b << 22)..r.end + (b << 22)));
+        let found = spans(blocks, chunk);
+        assert_eq!((found.len(), &found[1]), (100, &((1 << 22) + 10..(1 << 22) + 9012, 10)));
+        // A run that is longer than what is left of its chunk.
+        assert_eq!(
+            spans(std::iter::once(chunk - 1..chunk + 7), chunk),
+            [(chunk - 1..chunk + 7, 1)]
+        );
     }
 }

@@ -24,7 +24,7 @@ const READS: usize = 4;
 /// not verified yet.
 const READ: usize = 8 << 20;
 
-/// Headers of chunks are read together if there are fewer bytes than this between them, and so many bytes at most.
+/// Headers of chunks are read together if fewer bytes than this lie between them; one request reads at most [`HEADERS`].
 const HEADERS_GAP: u64 = 16 << 10;
 const HEADERS: u64 = 1 << 20;
 

@@ -172,11 +172,11 @@ class StoredTensors:
 
     def finish(self, planner: dcp.LoadPlanner, progress: ProgressArgument) -> None:
         """Reads whole tensors, and the parts that devices cut out."""
-        told = self._part_targets()
+        filled_by_another = self._separate_targets()
         wanted = [
             (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
             for i, (_, _, number, values) in enumerate(self._whole)
-            if values.numel() and i not in told
+            if values.numel() and i not in filled_by_another
         ]
         total = sum(request[2] for request in wanted)
         self.read_bytes += total
@@ -194,39 +194,38 @@ class StoredTensors:
         self._whole.clear()
         self._wrapped.clear()
 
-    def _part_targets(self) -> set[int]:
-        """Sees to it that no memory is filled by two requests, as that of tied weights would be. Returns
-        which of the targets another one's request fills. Others that share memory get their values
-        in order, through host memory, so that the last one wins.
+    def _separate_targets(self) -> set[int]:
+        """Makes sure that no two requests fill the same memory, as those for tied weights would. Returns the
+        indices of targets that another target's request fills. Other targets that share memory are
+        filled in order, through host memory, so that the last one wins.
         """
-        straight = [
-            (str(values.device), values.data_ptr(), i)
-            for i, (_, target, _, values) in enumerate(self._whole)
-            if values is target and values.numel()
+        extents = [
+            (str(target.device), *_extent(target), i)
+            for i, (_, target, _, _) in enumerate(self._whole)
+            if target.numel() and not is_traceable_wrapper_subclass(target)
         ]
         groups: list[list[int]] = []
-        where, end = "", 0
-        for device, start, i in sorted(straight):
-            if device != where or start >= end:
+        where, last = "", 0
+        for device, start, end, i in sorted(extents):
+            if device != where or start >= last:
                 groups.append([])
-                where, end = device, start
+                where, last = device, start
             groups[-1].append(i)
-            end = max(end, start + self._whole[i][3].nbytes)
-        told: set[int] = set()
-        for group in groups:
-            others = sorted(group)[1:]
-            kinds = {
-                (number, values.data_ptr(), values.nbytes)
-                for _, _, number, values in (self._whole[i] for i in group)
-            }
-            if len(kinds) == 1:
-                told.update(others)
+            last = max(last, end)
+        filled_by_another: set[int] = set()
+        for group in (sorted(group) for group in groups if len(group) > 1):
+            some = [self._whole[i] for i in group]
+            straight = all(values is target for _, target, _, values in some)
+            same = {(number, target.data_ptr(), target.nbytes) for _, target, number, _ in some}
+            if straight and len(same) == 1:
+                filled_by_another.update(group[1:])
                 continue
-            for i in others:
+            for i in group:
                 item, target, number, values = self._whole[i]
-                apart = torch.empty(values.shape, dtype=values.dtype, device="cpu")
-                self._whole[i] = (item, target, number, apart)
-        return told
+                if values is target:
+                    apart = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+                    self._whole[i] = (item, target, number, apart)
+        return filled_by_another
 
     def _cut(self, parts: list[_Part], planner: dcp.LoadPlanner, tracker: Progress) -> None:
         """Decodes whole stored tensors into free device memory, and copies the parts from there."""
@@ -289,6 +288,14 @@ def _takes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     if target.dtype != dtype or is_traceable_wrapper_subclass(target):
         return False
     return target.is_contiguous() and not target.is_conj() and not target.is_neg()
+
+
+def _extent(target: torch.Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and the end of its last."""
+    steps = zip(target.shape, target.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps)
+    start = target.data_ptr()
+    return start, start + (last + 1) * target.itemsize
 
 
 def _differences(saved: Any, given: Wrapped) -> str:

@@ -104,7 +104,7 @@ def check_seconds(name: str, value: object, positive: bool = False) -> None:
     """Raises unless an argument is a number of seconds, of any type, that a clock can count."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: a number of seconds expected")
-    if not 0 <= float(value) < _LONGEST or (positive and value == 0):
+    if not 0 <= value < _LONGEST or (positive and value == 0):  # type: ignore[operator]
         kind = "a positive number" if positive else "a number"
         raise ValueError(f"{name}={value!r}: {kind} of seconds expected")
 

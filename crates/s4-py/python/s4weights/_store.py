@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -34,7 +33,6 @@ from ._torch import require_torch
 from ._turn import Turn
 
 logger = logging.getLogger("s4weights")
-
 
 #: Stores inherited through a fork. Their threads do not exist in this process: they stay untouched.
 _ABANDONED: list[_core.Store] = []
@@ -223,10 +221,14 @@ class CheckpointStore(Catalog):
             try:
                 if not self._closed:
                     # All of them have ended before the store is closed, whichever fails.
-                    with contextlib.ExitStack() as rest:
-                        for outside in [*self._outside]:
-                            rest.callback(outside.committed.raise_unseen)
+                    errors: list[BaseException | None] = []
+                    try:
                         self._settle()
+                    except Exception as error:
+                        errors.append(error)
+                    errors += [outside.committed.settle() for outside in [*self._outside]]
+                    if found := [error for error in errors if error is not None]:
+                        raise found[0]
             finally:
                 self._closed = True
                 self._native, self._spare = None, None

@@ -239,6 +239,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = _of_thread.share or plan.storage_data
         store = self._place.store
+        store._deadline.check()
         recorder = Recorder("save", store.url, self._place.step, share.rank)
         held: list[torch.Tensor] = []
         held_names: list[str] = []
@@ -278,8 +279,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         ]
         native = store._open("open_or_create")
         try:
+            store._deadline.check()
             text = to_json(metadata, names)
-        except UnsupportedFormatError:
+        except Exception:
             _core.give_up_parts(native, self._part_of)
             raise
         done = _core.publish_parts(
@@ -498,15 +500,16 @@ def async_save(
     """
     writer = StorageWriter(store, step=step, **options)
     pending = Outside(f"{writer._place}: the save", writer._place.store._outside)
-    future = dcp.async_save(
-        state_dict,
-        storage_writer=writer,
-        planner=planner or SavePlanner(),
-        process_group=process_group,
-        async_stager=stager,
-        no_dist=no_dist,
-    )
-    pending.follow(future)
+    with saving_here(writer._place.store):
+        future = dcp.async_save(
+            state_dict,
+            storage_writer=writer,
+            planner=planner or SavePlanner(),
+            process_group=process_group,
+            async_stager=stager,
+            no_dist=no_dist,
+        )
+        pending.follow(future)
     return pending.committed
 
 
@@ -550,7 +553,7 @@ def _newest(reader: StorageReader, group: Any) -> Any:
             # Each rank may have its own checkpoints.
             with contextlib.suppress(Exception):
                 found = [reader._entry(0).step]
-        except Exception:  # The others wait for an answer, and every rank gets the error below.
+        except Exception:  # The others wait for an answer. With `None`, each rank looks on its own.
             pass
     first = 0 if group is None else dist.get_global_rank(group, 0)
     dist.broadcast_object_list(found, src=first, group=group)
@@ -651,7 +654,7 @@ def _save(
             share.rank,
             sources,
             groups=bytes(groups),
-            callback=tracker.native(),
+            callback=store._watch(tracker),
             engine=engine,
             staged=free if copies and engine is not None else None,
             host_changes=False,

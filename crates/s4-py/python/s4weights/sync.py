@@ -93,6 +93,7 @@ class Publisher:
             raise ValueError(f"chain={chain!r}: 2 to {_MOST_CHAIN} expected")
         self._own = not isinstance(store, CheckpointStore)
         self._is_private = False
+        self._process = os.getpid()
         if isinstance(store, CheckpointStore):
             if options:
                 raise TypeError(f"{', '.join(options)}: not allowed with an existing store")
@@ -224,7 +225,7 @@ class Publisher:
             if self._store is not None:
                 with contextlib.suppress(ValueError):  # It was removed already.
                     self._store._on_saved.remove(self._published)
-                if self._is_private:
+                if self._is_private and self._process == os.getpid():
                     self._is_private = False
                     self._empty()
 
