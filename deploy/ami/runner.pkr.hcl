@@ -74,12 +74,18 @@ variable "cfn_bootstrap_sha256" {
   }
 }
 
+variable "encrypt_boot" {
+  type        = bool
+  default     = false
+  description = "Whether the image's snapshot is encrypted. Not by default: AWS Marketplace refuses encrypted snapshots, and an image under the default key of EBS cannot be shared. Nothing secret is in it, and the stack's launch template encrypts volumes when they are made. (Where EBS encryption by default is on, EC2 encrypts the snapshot all the same.)"
+}
+
 source "amazon-ebs" "runner" {
   region        = var.region
   instance_type = var.instance_type
   ssh_username  = "ubuntu"
   ami_name      = "s4weights-runner-ubuntu-22.04-{{timestamp}}"
-  encrypt_boot  = true
+  encrypt_boot  = var.encrypt_boot
   imds_support  = "v2.0"
 
   metadata_options {

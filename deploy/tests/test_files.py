@@ -1,4 +1,4 @@
-"""What the unit, the image's build and gate, the package, the batch script and the pods must do."""
+"""What the unit, the image's build and gate, the package and the pods must do."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from template import DEPLOY
 
 UNIT = DEPLOY / "systemd" / "s4w-runner.service"
 NVME = DEPLOY / "systemd" / "nvme.conf"
+WATCH = DEPLOY / "systemd" / "watch.conf"
 PROGRAMS = [*sorted((DEPLOY / "ami").glob("*.sh")), DEPLOY / "slurm" / "train.sbatch"]
 MAINTAINER = sorted((DEPLOY / "deb").iterdir())
 
@@ -31,12 +30,18 @@ def seconds(text: str) -> int:
     return int(text.removesuffix("s"))
 
 
+def below_home() -> str:
+    """The text of `watch.conf` for a folder that the sandbox hides."""
+    text = re.sub(r"(?m)^#(?=[A-Z]\w+=)", "", WATCH.read_text())
+    return re.sub(r"(?m)^ReadWritePaths=.*\n", "", text)
+
+
 # The unit.
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd")
-@pytest.mark.parametrize("drop_in", [False, True])
-def test_systemd_takes_the_unit(tmp_path: Path, drop_in: bool) -> None:
+@pytest.mark.parametrize("drop_in", [None, "nvme", "watch", "watch below /home"])
+def test_systemd_takes_the_unit(tmp_path: Path, drop_in: str | None) -> None:
     text = UNIT.read_text()
     for program in ("/usr/bin/s4w", "/usr/bin/nvidia-modprobe"):
         assert program in text
@@ -44,8 +49,9 @@ def test_systemd_takes_the_unit(tmp_path: Path, drop_in: bool) -> None:
     unit = tmp_path / UNIT.name
     unit.write_text(text)
     if drop_in:
+        texts = {"nvme": NVME.read_text(), "watch": WATCH.read_text()}
         (tmp_path / f"{UNIT.name}.d").mkdir()
-        shutil.copy(NVME, tmp_path / f"{UNIT.name}.d")
+        (tmp_path / f"{UNIT.name}.d" / "a.conf").write_text(texts.get(drop_in, below_home()))
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True
     )
@@ -131,6 +137,25 @@ def test_the_staging_drive_is_mounted_and_has_its_folders_before_the_service_sta
     assert f'# staging_dir = "{root}"' in (NVME.parent / "runner.toml").read_text()
 
 
+def test_a_watched_folder_can_be_opened_to_the_service() -> None:
+    # What would hide it, or keep what is in it from being removed.
+    assert setting("ProtectHome") == setting("PrivateTmp") == ["yes"]
+    assert setting("ProtectSystem") == ["strict"]
+    text = WATCH.read_text()
+    (folder,) = setting("ReadWritePaths", text)
+    assert setting("RequiresMountsFor", text) == [folder]
+    # Only what is needed: other homes stay hidden.
+    assert not setting("ProtectHome", text) and not setting("BindPaths", text)
+    hidden = below_home()
+    # In a home that is hidden by `yes`, nothing can be mounted.
+    assert setting("ProtectHome", hidden) == ["tmpfs"]
+    assert [Path(path).parts[1] for path in setting("BindPaths", hidden)] == ["home"]
+    toml = (WATCH.parent / "runner.toml").read_text()
+    assert f'# [watch]\n# folder = "{folder}"\n# remove = true\n' in toml
+    # A table goes on to the end of the file.
+    assert not re.search(r"(?m)^\w", toml[toml.index("[watch]") :])
+
+
 # The image.
 
 
@@ -193,6 +218,60 @@ def test_an_image_is_built_from_what_is_named() -> None:
     (base,) = source["source_ami_filter"]
     assert "most_recent" not in base and base["owners"] == ["099720109477"]
     assert "base_ami" in base["filters"]["image-id"]
+
+
+def test_an_image_can_be_shared_and_sold() -> None:
+    text = (DEPLOY / "ami" / "runner.pkr.hcl").read_text()
+    # A snapshot that is encrypted with the default key can be neither; volumes are when they are made.
+    (variable,) = re.findall(r'(?ms)^variable "encrypt_boot" \{$(.*?)^\}$', text)
+    assert re.search(r"(?m)^  default += false$", variable) and "Marketplace" in variable
+    assert re.findall(r"(?m)^ +encrypt_boot += (.*)$", text) == ["var.encrypt_boot"]
+
+
+@pytest.mark.parametrize("cloud_init", [True, False])
+def test_an_image_has_no_logs_of_the_machine_that_built_it(
+    tmp_path: Path, cloud_init: bool
+) -> None:
+    bin, root, log = tmp_path / "bin", tmp_path / "root", tmp_path / "log"
+    bin.mkdir()
+    stubs = ["apt-get", "journalctl", "sync"] + ["cloud-init"] * cloud_init
+    for name in stubs:
+        (bin / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\n')
+        (bin / name).chmod(0o755)
+    for name in ("find", "rm", "truncate"):
+        (bin / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    emptied = ["syslog", "cloud-init-output.log", "apt/history.log", "dpkg.log", "wtmp", "a b.log"]
+    removed = ["syslog.1", "syslog.2.gz", "apt/term.log.1.gz", "Xorg.0.log.old"]
+    kept = ["journal/0123/system.journal", "journal/0123/system.log.1"]
+    for name in emptied + removed + kept:
+        (root / "var/log" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "var/log" / name).write_text("ubuntu from 192.0.2.1\n")
+    (root / "secret").write_text("elsewhere")
+    (root / "var/log/link.log").symlink_to(root / "secret")
+    (root / "etc").mkdir()
+    (root / "etc/machine-id").write_text("0123\n")
+    # Nothing of this machine is touched.
+    text = re.sub(r"(?m)(^#.*\n| #.*$)", "", (DEPLOY / "ami" / "scrub.sh").read_text())
+    text = re.sub(r"(?<![\w*.])/(?!dev/null\b)", f"{root}/", text)
+    for path in re.findall(r"(?<![\w*.])/\S*", text):
+        assert path.startswith((f"{root}/", "/dev/null")), path
+    for _ in range(2):
+        # Twice: nothing is left to do then.
+        subprocess.run(
+            [shutil.which("bash") or "/bin/bash", "-c", text],
+            env={"PATH": str(bin)},
+            cwd=tmp_path,
+            check=True,
+        )
+        for name in emptied:
+            assert (root / "var/log" / name).stat().st_size == 0, name
+        assert not [name for name in removed if (root / "var/log" / name).exists()]
+        assert all((root / "var/log" / name).stat().st_size for name in kept)
+        assert (root / "secret").read_text() == "elsewhere"
+        assert (root / "etc/machine-id").read_text() == ""
+    lines = log.read_text().splitlines()
+    assert ("cloud-init clean --logs --seed" in lines) == cloud_init
+    assert "journalctl --rotate --vacuum-time=1s" in lines
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-cfn.txt"])
@@ -322,6 +401,10 @@ def test_the_package_holds_what_the_unit_needs() -> None:
     assert {"usr/bin/s4w", "lib/systemd/system/s4w-runner.service"} <= places
     assert setting("ExecStart") == ["/usr/bin/s4w serve --config /etc/s4weights/runner.toml"]
     assert "etc/s4weights/runner.toml" in places
+    # What the configuration says where to find.
+    toml = (DEPLOY / "systemd/runner.toml").read_text()
+    named = re.findall(r"/(usr/share/doc/\S+\.conf)\b", toml)
+    assert len(named) == 2 and set(named) <= places
 
 
 @pytest.mark.parametrize("configured", [True, False])
@@ -357,175 +440,6 @@ def test_an_upgrade_restarts_what_runs_and_needs_no_configuration(
     assert restarts == ([f"{program} try-restart s4w-runner.service"] if before else [])
     if configured:
         assert (etc / "runner.toml").stat().st_mode & 0o777 == 0o640
-
-
-# The batch script.
-
-
-class Job:
-    """The batch script with stand-ins for the runner and the trainer."""
-
-    def __init__(
-        self,
-        tmp_path: Path,
-        says: str = "drained open=0 seconds=0.2",
-        code: int = 3,
-        environment: dict[str, str] | None = None,
-    ):
-        bin = tmp_path / "bin"
-        bin.mkdir()
-        self.log = log = tmp_path / "log"
-        self.staging = tmp_path / "s4weights-7"
-        body = """#!/bin/bash
-echo $$ > {log}.{0}
-trap 'echo {0} usr1 >> {log}' USR1
-trap 'echo {0} term >> {log}; {end}' TERM
-echo {0} "$@" >> {log}
-{work}
-"""
-        forever = "while true; do sleep 0.05; done"
-        once = f"for _ in $(seq 40); do sleep 0.05; done; exit {code}"
-        drain = f'sleep 0.3; echo " INFO {says}" >&2; echo s4w done >> {log}; exit 0'
-        for name, work, end in (("s4w", forever, drain), ("train", once, "exit 9")):
-            (bin / name).write_text(body.format(name, log=log, work=work, end=end))
-            (bin / name).chmod(0o755)
-        self.process = subprocess.Popen(
-            [str(DEPLOY / "slurm" / "train.sbatch"), "--epochs", "1"],
-            env={
-                "PATH": f"{bin}:/usr/bin:/bin",
-                "STORE": "s3://b/r",
-                "SLURM_JOB_ID": "7",
-                "SLURM_TMPDIR": str(tmp_path),
-                "SLURMD_NODENAME": "node-1",
-                "STATE_DIR": str(tmp_path / "state"),
-                "HOME": str(tmp_path),
-                "TMPDIR": str(tmp_path),
-                "TRAIN": "train",
-                **(environment or {}),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
-
-    def started(self) -> None:
-        end = time.monotonic() + 30
-        while len(self.lines()) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        time.sleep(0.3)
-
-    def ended(self) -> tuple[int, str]:
-        _, said = self.process.communicate(timeout=30)
-        return self.process.returncode, said
-
-
-def test_a_batch_job_relays_the_signal_and_waits_for_the_runner(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.started()
-    assert job.staging.stat().st_mode & 0o7777 == 0o700
-    (job.staging / "local").mkdir()
-    job.process.send_signal(signal.SIGUSR1)
-    code, said = job.ended()
-    assert code == 3, "the trainer's own code"
-    lines = job.lines()
-    assert "s4w usr1" in lines and "train usr1" in lines
-    assert "train --epochs 1" in lines
-    assert lines[-2:] == ["s4w term", "s4w done"]
-    assert any(line.startswith("s4w serve --store s3://b/r ") for line in lines)
-    assert "drained open=0" in said and "NOT ALL" not in said
-    assert not job.staging.exists(), "all of it is durable"
-    assert not list(tmp_path.glob("tmp.*"))
-
-
-@pytest.mark.parametrize(
-    ("says", "code", "exits"),
-    [
-        ("drained open=2 seconds=90", 0, 75),
-        ("drained open=2 seconds=90", 3, 3),
-        ("drained open=01 seconds=90", 0, 75),
-        ("nothing that is known", 0, 75),
-    ],
-)
-def test_a_batch_job_says_where_open_checkpoints_are(
-    tmp_path: Path, says: str, code: int, exits: int
-) -> None:
-    job = Job(tmp_path, says, code)
-    done, said = job.ended()
-    assert done == exits
-    for part in ("NOT ALL", "node-1", str(job.staging), str(tmp_path / "state")):
-        assert part in said
-    assert job.staging.exists()
-
-
-@pytest.mark.parametrize("place", ["s4weights-7/queue/a.s4w", "state/journal/a.json"])
-def test_a_batch_job_keeps_the_file_of_what_has_failed(tmp_path: Path, place: str) -> None:
-    job = Job(tmp_path, code=0)
-    job.started()
-    (tmp_path / place).parent.mkdir()
-    (tmp_path / place).write_text('{"id":"a","state":"failed"}\n')
-    done, said = job.ended()
-    assert done == 75 and "NOT ALL" in said
-    assert job.staging.exists()
-
-
-def test_a_batch_job_that_is_ended_does_not_end_a_drain(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.started()
-    # Like Slurm, which signals every process.
-    for name in ("s4w", "train"):
-        os.kill(int((tmp_path / f"log.{name}").read_text()), signal.SIGTERM)
-    job.process.send_signal(signal.SIGTERM)
-    code, _ = job.ended()
-    assert code == 9, "the trainer was told"
-    assert job.lines().count("s4w term") == 1
-    assert not job.staging.exists()
-
-
-def test_a_batch_job_knows_how_a_trainer_ended_that_ended_while_it_was_told(tmp_path: Path) -> None:
-    # The script is slow to go on after it has sent a signal.
-    slow = tmp_path / "slow"
-    slow.write_text('kill() { local code=0; builtin kill "$@" || code=$?; sleep 0.4; return $code; }\n')
-    job = Job(tmp_path, environment={"BASH_ENV": str(slow)})
-    job.started()
-    time.sleep(0.5)  # Until it waits.
-    os.kill(int((tmp_path / "log.s4w").read_text()), signal.SIGTERM)
-    job.process.send_signal(signal.SIGTERM)
-    code, _ = job.ended()
-    assert code == 9, "the trainer's own code"
-
-
-@pytest.mark.parametrize("what", ["link", "mode", "file", "owner"])
-def test_a_batch_job_refuses_a_folder_of_somebody_else(tmp_path: Path, what: str) -> None:
-    place = tmp_path / "s4weights-7"
-    if what == "link":
-        (tmp_path / "theirs").mkdir(mode=0o700)
-        place.symlink_to(tmp_path / "theirs")
-    elif what == "mode":
-        place.mkdir()
-        place.chmod(0o777)
-    elif what == "owner":
-        if os.geteuid() != 0:
-            pytest.skip("needs root")
-        place.mkdir(mode=0o700)
-        os.chown(place, 65534, 65534)
-    else:
-        place.touch()
-    job = Job(tmp_path)
-    code, said = job.ended()
-    assert code == 73 and "STAGING_DIR" in said
-    assert not job.log.exists() and place.exists()
-
-
-def test_a_requeued_batch_job_finds_its_folder_again(tmp_path: Path) -> None:
-    place = tmp_path / "s4weights-7"
-    place.mkdir(mode=0o700)
-    job = Job(tmp_path)
-    code, _ = job.ended()
-    assert code == 3
-    assert any(f"--staging-dir {place}" in line for line in job.lines())
 
 
 # Pods.

@@ -15,7 +15,7 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Starts this program again, in a role. Its output is kept beside the journals.
+    /// Starts this program again, in a role. Its output is kept with the journals.
     pub(crate) fn start(role: &str, args: &Args) -> Outcome<Self> {
         let said = args.folder.join("said.txt");
         let said: File = OpenOptions::new().create(true).append(true).open(said)?;
@@ -27,7 +27,7 @@ impl Process {
         Ok(Self { child: command.spawn()?, paused: false })
     }
 
-    /// Whether it has ended by itself.
+    /// Whether it has ended on its own.
     pub(crate) fn has_ended(&mut self) -> bool {
         self.child.try_wait().ok().flatten().is_some()
     }
@@ -72,7 +72,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // It may have ended on its own.
         let _ = self.kill();
     }
 }

@@ -1,4 +1,4 @@
-//! What each process was told by the store, synced to disk before it goes on: the judge's evidence.
+//! The store's answers to each process, synced to disk before it goes on: the judge's evidence.
 
 use std::collections::BTreeSet;
 use std::fmt;

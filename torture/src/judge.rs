@@ -18,7 +18,7 @@ const AFTERWARDS: u64 = 1 << 40;
 /// Lines of history printed for one violation.
 const HISTORY: usize = 30;
 
-/// What a judge found.
+/// The findings of a judge.
 #[derive(Debug, Default)]
 pub(crate) struct Verdict {
     /// Saves that were acknowledged.
@@ -47,7 +47,7 @@ impl std::fmt::Display for Verdict {
 pub(crate) fn judge(target: &Target, seed: u64, evidence: &Evidence) -> Verdict {
     let mut verdict = Verdict { saved: evidence.saved().count(), ..Verdict::default() };
     verdict.violations.extend(evidence.wrong().map(|w| format!("a process saw: {w}")));
-    let store = match Store::open(target) {
+    let store = match Store::open_to_judge(target) {
         Ok(store) => store,
         Err(e) if api::is_no_store(&e) && verdict.saved == 0 => return verdict,
         Err(e) => {

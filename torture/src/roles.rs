@@ -1,5 +1,5 @@
-//! The processes under attack: a writer and a sweeper of a shared store, and a trainer that has its
-//! store to itself. Each writes down what it was told in a journal of its own.
+//! The processes under attack: a writer and a sweeper of a shared store, and a trainer that has its store to
+//! itself. Each records the store's answers in its own journal.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -245,7 +245,7 @@ pub(crate) fn trainer(args: &Args) -> Outcome<()> {
     if role.random.one_in(3) {
         role.note(&Event::Retention(KEEP))?;
         role.tell("retention", store.retain(KEEP), Event::Retired)?;
-        // No other process uses this store, so leftovers of a killed one may be deleted at once.
+        // No other process uses this store, so leftovers of a killed one may be deleted immediately.
         role.tell("sweep", store.sweep(Duration::ZERO), Event::Kept)?;
     }
     if args.number.is_multiple_of(2) {

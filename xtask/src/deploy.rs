@@ -1,4 +1,4 @@
-//! `cargo xtask deploy`: what is in `deploy`, checked without an account.
+//! `cargo xtask deploy`: checks the files in `deploy`, without an account.
 
 use std::path::Path;
 

@@ -1,6 +1,5 @@
-//! `cargo xtask kernels`: makes what the GPU engine loads from the kernels' sources: PTX, which
-//! every driver translates for its device, and machine code for today's devices, which needs no
-//! translation.
+//! `cargo xtask kernels`: builds, from the kernels' sources, the files that the GPU engine loads: PTX, which every
+//! driver translates for its device, and machine code for today's devices, which needs no translation.
 //!
 //! PTX comes from an old compiler on purpose: every driver from 525 on reads what it makes. Machine
 //! code is read by every driver of the same major version of CUDA, and a newer assembler makes

@@ -50,8 +50,8 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 /// Lines of a program's standard error that [`run_within`] repeats.
 const LAST_LINES: usize = 4;
 
-/// Runs the command as [`run`] does, up to `tries` times until it succeeds, and ends it each time that it takes longer
-/// than `limit`: for programs that wait for a network, at times for ever.
+/// Runs the command as [`run`] does, up to `tries` times until it succeeds. Each try that takes longer than `limit`
+/// is killed: for programs that wait for a network, sometimes forever.
 ///
 /// # Errors
 /// As [`run`], of the last try, with the last lines that it wrote to standard error; or that it took too long.

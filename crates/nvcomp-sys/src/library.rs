@@ -48,7 +48,7 @@ impl fmt::Display for Version {
     }
 }
 
-/// Where to look for the library, in order.
+/// The places to look for the library, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Search {
     places: Vec<PathBuf>,
@@ -164,7 +164,7 @@ const STANDARD: [&str; 5] = [
     "/usr/lib/aarch64-linux-gnu",
 ];
 
-/// What the library says about itself.
+/// The library's description of itself.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 struct Properties {
@@ -306,7 +306,7 @@ fn require_major(path: &Path, number: u32) -> Result<Version> {
     Ok(found)
 }
 
-/// What the dynamic linker said, which libloading keeps as the error's source on some systems.
+/// The dynamic linker's message, which libloading keeps as the error's source on some systems.
 fn reason(error: &libloading::Error) -> String {
     let source = std::error::Error::source(error);
     source.map_or_else(|| error.to_string(), |source| format!("{error}: {source}"))

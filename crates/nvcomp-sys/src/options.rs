@@ -1,6 +1,6 @@
 //! Options of the formats: 64 bytes each, passed by value. Unnamed bytes are reserved and 0.
 
-/// How a format interprets the values of a block.
+/// The type of the values in a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct DataType(pub u32);
@@ -44,7 +44,7 @@ impl DataType {
     }
 }
 
-/// What does the decompression.
+/// The backend that decompresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Backend(pub u32);
@@ -99,7 +99,7 @@ options! {
     }
     /// Options of ANS, decompressing.
     AnsDecompress, 64 {
-        /// What does the decompression.
+        /// The backend that decompresses.
         backend @ 0: Backend = Backend::DEFAULT,
         /// `BITS`, or the type that the stream was written with.
         data_type @ 4: DataType = DataType::BITS,
@@ -121,13 +121,13 @@ options! {
     NoOptions, 64 { ..64 }
     /// Options of GDeflate, Zstd and Bitcomp, decompressing.
     PlainDecompress, 64 {
-        /// What does the decompression.
+        /// The backend that decompresses.
         backend @ 0: Backend = Backend::DEFAULT,
         ..60
     }
     /// Options of Deflate and Snappy, decompressing.
     SortingDecompress, 64 {
-        /// What does the decompression.
+        /// The backend that decompresses.
         backend @ 0: Backend = Backend::DEFAULT,
         /// If not 0, the decompression engine gets the large blocks first.
         sort_before_hardware @ 4: i32 = 0,
@@ -143,7 +143,7 @@ options! {
     }
     /// Options of LZ4, decompressing.
     Lz4Decompress, 64 {
-        /// What does the decompression.
+        /// The backend that decompresses.
         backend @ 0: Backend = Backend::DEFAULT,
         /// If not 0, the decompression engine gets the large blocks first.
         sort_before_hardware @ 4: i32 = 0,
@@ -177,15 +177,15 @@ options! {
     }
     /// Options of Cascaded, decompressing.
     CascadedDecompress, 64 {
-        /// What does the decompression.
+        /// The backend that decompresses.
         backend @ 0: Backend = Backend::DEFAULT,
-        /// What the stream was written with, or "whatever the stream says".
+        /// The settings that the stream was written with, or "whatever the stream says".
         common @ 8: CascadedCommon = CascadedCommon::decompressing(),
         ..32
     }
 }
 
-/// What both directions of Cascaded share.
+/// The options that both directions of Cascaded share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct CascadedCommon {

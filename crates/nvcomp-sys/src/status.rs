@@ -12,7 +12,7 @@ macro_rules! statuses {
     ($($(#[$doc:meta])* $name:ident = $code:literal, $text:literal;)*) => {
         impl Status {
             $($(#[$doc])* pub const $name: Self = Self($code);)*
-            /// What the status means, if it is a known one.
+            /// The meaning of the status, if it is a known one.
             pub fn text(self) -> Option<&'static str> {
                 match self.0 { $($code => Some($text),)* _ => None }
             }

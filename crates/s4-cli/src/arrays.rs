@@ -1,9 +1,10 @@
-//! The arrays that a .s4w file becomes in a .safetensors file: its tensors as they were saved. What is stored is their
-//! memory, of which a tensor may be a part, in any order: each is read by its shape, offset and strides.
+//! The arrays that a .s4w file becomes in a .safetensors file: its tensors as they were saved. The .s4w file
+//! stores their memory, of which a tensor may be a part, in any order, so each is read by its shape, offset and
+//! strides.
 
 use std::collections::HashMap;
 
-use s4weights::{DType, Reader, Slice, TensorInfo, View};
+use s4weights::{ArrayView, DType, Reader, Slice, TensorInfo};
 use safetensors::tensor::Dtype;
 
 use crate::error::{Failure, Result};
@@ -13,7 +14,7 @@ use crate::tree::{Place, Tree};
 /// Prefix of the metadata that keeps the safetensors dtype and shape of a tensor whose dtype PyTorch lacks.
 pub(crate) const FOREIGN: &str = "safetensors.";
 
-/// How much larger than what is stored the arrays may be: views may repeat values without end.
+/// How much larger than the stored data the arrays may be: views may repeat values without end.
 const MOST_TIMES: u64 = 16;
 const MOST_MORE: u64 = 1 << 30;
 
@@ -56,7 +57,7 @@ pub(crate) struct Array {
     stride: Vec<u64>,
 }
 
-/// What a .safetensors file will hold, and what it will not.
+/// The content of the .safetensors file, and what is left out of it.
 #[derive(Debug, Default)]
 pub(crate) struct Arrays {
     pub(crate) arrays: Vec<Array>,
@@ -81,10 +82,9 @@ impl Arrays {
             None if out.left_out.pickled => return Err(pickled(input)),
             None => {
                 for (number, t) in stored.iter().enumerate() {
-                    let foreign = out.metadata.remove(&format!("{FOREIGN}{}", t.name));
                     let place = Place { tensor: number as u64, ..Place::default() };
                     let mut array = array(&stored, input, t.name.to_owned(), &place)?;
-                    if let Some(Ok(known)) = foreign.map(|text| serde_json::from_str(&text)) {
+                    if let Some(known) = foreign(&mut out.metadata, t) {
                         (array.dtype, array.shape) = known;
                     }
                     out.arrays.push(array);
@@ -134,6 +134,23 @@ impl Arrays {
         self.left_out.unreached = used.iter().filter(|used| !**used).count();
         Ok(())
     }
+}
+
+/// The dtype and shape of a tensor that `compress` stored as mere bytes, taken out of the metadata. Others' metadata
+/// may have keys that look like its own, and stay.
+fn foreign(
+    metadata: &mut HashMap<String, String>,
+    stored: &TensorInfo<'_>,
+) -> Option<(Dtype, Vec<usize>)> {
+    let key = format!("{FOREIGN}{}", stored.name);
+    let known: (Dtype, Vec<usize>) = serde_json::from_str(metadata.get(&key)?).ok()?;
+    let (dtype, shape) = &known;
+    let bits = shape.iter().try_fold(dtype.bitsize() as u64, |n, d| n.checked_mul(*d as u64))?;
+    if stored.dtype != DType::Bytes || stored.bytes.checked_mul(8) != Some(bits) {
+        return None;
+    }
+    metadata.remove(&key);
+    Some(known)
 }
 
 fn damaged(input: &str, what: &str) -> Failure {
@@ -191,7 +208,7 @@ fn array(stored: &[TensorInfo<'_>], input: &str, name: String, place: &Place) ->
 impl Array {
     /// Reads the values, in row-major order.
     pub(crate) fn read(&self, reader: &Reader) -> Result<Vec<u8>> {
-        let mut out = self.buffer(self.bytes)?;
+        let mut out = buffer(self.bytes, &self.name)?;
         if self.bytes == 0 {
             return Ok(out);
         }
@@ -200,25 +217,22 @@ impl Array {
         let offset = self.offset * item;
         if let Some(run) = self.run().filter(|run| *run == self.bytes) {
             debug_assert_eq!(run, out.len());
-            let view = View { offset, item, shape: &self.sizes };
+            let view = ArrayView { offset, item, shape: &self.sizes };
             reader.read_view(tensor, view, &all(&self.sizes), &mut out)?;
             return Ok(out);
         }
         // The range that it lies in is read as a whole.
         let last: u64 = self.sizes.iter().zip(&self.stride).map(|(n, step)| (n - 1) * step).sum();
         let span = [last + 1];
-        let mut range = self.buffer(usize::try_from((last + 1) * item).unwrap_or(usize::MAX))?;
-        reader.read_view(tensor, View { offset, item, shape: &span }, &all(&span), &mut range)?;
+        let bytes = usize::try_from((last + 1) * item).unwrap_or(usize::MAX);
+        let mut range = buffer(bytes, &self.name)?;
+        reader.read_view(
+            tensor,
+            ArrayView { offset, item, shape: &span },
+            &all(&span),
+            &mut range,
+        )?;
         self.gather(&range, &mut out);
-        Ok(out)
-    }
-
-    fn buffer(&self, bytes: usize) -> Result<Vec<u8>> {
-        let mut out = vec![];
-        out.try_reserve_exact(bytes).map_err(|_| {
-            Failure::Unsupported(format!("no memory for {bytes} bytes of tensor `{}`", self.name))
-        })?;
-        out.resize(bytes, 0);
         Ok(out)
     }
 
@@ -264,6 +278,16 @@ impl Array {
             }
         }
     }
+}
+
+/// Memory for values of a tensor: a file may claim more of them than fit.
+pub(crate) fn buffer(bytes: usize, name: &str) -> Result<Vec<u8>> {
+    let mut out = vec![];
+    out.try_reserve_exact(bytes).map_err(|_| {
+        Failure::NoMemory(format!("no memory for {bytes} bytes of tensor `{name}`"))
+    })?;
+    out.resize(bytes, 0);
+    Ok(out)
 }
 
 /// The strides of a tensor whose elements lie in order.

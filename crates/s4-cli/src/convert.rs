@@ -1,22 +1,28 @@
 //! Converts between .safetensors and .s4w, with one tensor in memory at a time.
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write as _};
-use std::path::{Path, PathBuf};
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
 
 use s4weights::{
-    Contents, DType, Reader, Report, Target, TensorSource, WriteOptions, Writer, is_url, redact_url,
+    Contents, DType, Reader, Report, TensorSource, WriteOptions, Writer, is_url, redact_url,
 };
-use safetensors::tensor::{Dtype, Metadata, View as SafetensorsView};
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::{Serialize, Serializer};
 
-use crate::arrays::{Array, Arrays, DTYPES, FOREIGN};
+use crate::arrays::{Array, Arrays, DTYPES, FOREIGN, buffer};
 use crate::error::{Failure, Result};
 use crate::files::{self, Other, PICKLES};
 use crate::left_out::LeftOut;
 use crate::progress::Bar;
 use crate::visible;
+
+/// Bytes of the length of a header, a multiple of which it has.
+const LENGTH: usize = size_of::<u64>();
+/// The limit of the safetensors format.
+const LONGEST_HEADER: u64 = 100_000_000;
 
 /// A path or URL with another ending.
 pub(crate) fn with_ending(path: &str, ending: &str) -> String {
@@ -54,13 +60,14 @@ fn named(path: &str, e: std::io::Error) -> Failure {
     Failure::Io(std::io::Error::new(e.kind(), format!("{path}: {e}")))
 }
 
-/// Compresses a .safetensors file.
+/// Compresses a .safetensors file. `force`: whether the output may replace a file.
 pub(crate) fn compress(
     input: &str,
-    output: &str,
+    (output, force): (&str, bool),
     options: WriteOptions,
     bar: &Bar,
 ) -> Result<Report> {
+    files::refuse_stream(input)?;
     refuse_pickle(input)?;
     let mut file = File::open(input).map_err(|e| named(input, e))?;
     let (start, metadata) = read_header(input, &mut file).map_err(|e| match e {
@@ -68,10 +75,12 @@ pub(crate) fn compress(
         e => e,
     })?;
     let mut tensors: Vec<_> = metadata.tensors().into_iter().collect();
-    tensors.sort_by_key(|(_, info)| info.data_offsets);
+    // Those without values may lie at one place: their names decide, so that the same input gives the same file.
+    tensors.sort_by(|(a, x), (b, y)| (x.data_offsets, a).cmp(&(y.data_offsets, b)));
     let bytes = tensors.iter().map(|(_, i)| (i.data_offsets.1 - i.data_offsets.0) as u64).sum();
     bar.expect(bytes);
-    let mut writer = Writer::create(Target::from(output), options)?;
+    let mut writer = Writer::create(files::target(output, force), options)
+        .map_err(|e| files::unless_taken(e.into(), output, force))?;
     writer.expect(bytes);
     let mut contents = Contents::default();
     if let Some(text) = metadata.metadata() {
@@ -79,7 +88,7 @@ pub(crate) fn compress(
     }
     for (name, info) in tensors {
         let (from, to) = info.data_offsets;
-        let mut data = vec![0; to - from];
+        let mut data = buffer(to - from, &name)?;
         file.seek(SeekFrom::Start(start + from as u64)).map_err(|e| named(input, e))?;
         file.read_exact(&mut data).map_err(|e| named(input, e))?;
         let known = DTYPES.iter().find(|(theirs, _)| *theirs == info.dtype);
@@ -88,13 +97,19 @@ pub(crate) fn compress(
             None => {
                 let text = serde_json::to_string(&(info.dtype, &info.shape));
                 let text = text.map_err(|e| Failure::Io(e.into()))?;
-                contents.metadata.insert(format!("{FOREIGN}{name}"), text);
+                let key = format!("{FOREIGN}{name}");
+                if contents.metadata.contains_key(&key) {
+                    return Err(Failure::Unsupported(format!(
+                        "{input}: its metadata have the key `{key}`, which is to hold the dtype of that tensor"
+                    )));
+                }
+                contents.metadata.insert(key, text);
                 (DType::Bytes, vec![data.len() as u64])
             }
         };
         writer.write(&[TensorSource::new(&name, dtype, &shape, &data)])?;
     }
-    Ok(writer.finish(contents)?)
+    writer.finish(contents).map_err(|e| files::unless_taken(e.into(), output, force))
 }
 
 /// Reads and checks the header; returns where the data starts, and which tensors there are.
@@ -102,57 +117,26 @@ fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
     let bad = |source| Failure::Safetensors { file: path.to_owned(), source };
     let io = |e| named(path, e);
     let len = file.metadata().map_err(io)?.len();
-    let mut size = [0; 8];
+    let mut size = [0; LENGTH];
     file.read_exact(&mut size).map_err(|e| match e.kind() {
-        std::io::ErrorKind::UnexpectedEof => bad(safetensors::SafeTensorError::HeaderTooSmall),
+        std::io::ErrorKind::UnexpectedEof => bad(SafeTensorError::HeaderTooSmall),
         _ => io(e),
     })?;
     let header = u64::from_le_bytes(size);
-    // The limit of the safetensors format.
-    if header > 100_000_000 || header.checked_add(8).is_none_or(|end| end > len) {
-        return Err(bad(safetensors::SafeTensorError::HeaderTooLarge));
+    if header > LONGEST_HEADER || header.checked_add(8).is_none_or(|end| end > len) {
+        return Err(bad(SafeTensorError::HeaderTooLarge));
     }
     let mut bytes = vec![];
     file.take(header).read_to_end(&mut bytes).map_err(io)?;
     // The crate's own reader of headers needs the whole file in memory. Deserialising checks that
     // the tensors are contiguous.
     let metadata: Metadata = serde_json::from_slice(&bytes)
-        .map_err(|e| bad(safetensors::SafeTensorError::InvalidHeaderDeserialization(e)))?;
+        .map_err(|e| bad(SafeTensorError::InvalidHeaderDeserialization(e)))?;
     let end = metadata.tensors().values().map(|i| i.data_offsets.1 as u64).max().unwrap_or(0);
     if header + 8 + end != len {
-        return Err(bad(safetensors::SafeTensorError::MetadataIncompleteBuffer));
+        return Err(bad(SafeTensorError::MetadataIncompleteBuffer));
     }
     Ok((header + 8, metadata))
-}
-
-/// A tensor that is decoded when the writer asks for its bytes.
-struct Lazy<'a> {
-    reader: &'a Reader,
-    array: &'a Array,
-    failure: &'a std::sync::Mutex<Option<Failure>>,
-}
-
-impl SafetensorsView for &Lazy<'_> {
-    fn dtype(&self) -> Dtype {
-        self.array.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.array.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        // The trait cannot report an error: keep it, and do not rename the file later. Nothing is written for what
-        // could not be read, so that the writing ends at once.
-        Cow::Owned(self.array.read(self.reader).unwrap_or_else(|e| {
-            self.failure.lock().unwrap_or_else(|p| p.into_inner()).get_or_insert(e);
-            vec![]
-        }))
-    }
-
-    fn data_len(&self) -> usize {
-        self.array.bytes
-    }
 }
 
 /// Refuses to write tensors to anything but a .safetensors file on this machine.
@@ -173,6 +157,18 @@ pub(crate) fn require_safetensors(output: &str) -> Result<()> {
     Ok(())
 }
 
+/// Refuses a pickled object at a URL if there is a time limit, because of which the wheel's `s4w` has not converted it.
+pub(crate) fn refuse_pickle_in_time(reader: &Reader, input: &str) -> Result<()> {
+    match LeftOut::of(reader).pickled {
+        true => Err(Failure::Unsupported(format!(
+            "{}: the saved object is a pickle, and only PyTorch can tell which tensors it has. The Python \
+             wheel's `s4w` writes them if PyTorch is installed, but without --timeout: leave that out",
+            redact_url(input)
+        ))),
+        false => Ok(()),
+    }
+}
+
 /// Writes the tensors of a .s4w file into a .safetensors file; returns their number. Warns of what
 /// else the file holds. Without an `output` that the user named, which says that the tensors are
 /// wanted, such a file is refused.
@@ -180,7 +176,7 @@ pub(crate) fn decompress(
     reader: &Reader,
     input: &str,
     output: Option<&str>,
-    target: &str,
+    (target, force): (&str, bool),
     quiet: bool,
 ) -> Result<usize> {
     let arrays = Arrays::of(reader, &redact_url(input))?;
@@ -195,7 +191,7 @@ pub(crate) fn decompress(
         }
         warn_of(left_out, target, quiet);
     }
-    to_safetensors(reader, arrays, target)
+    to_safetensors(reader, arrays, (target, force))
 }
 
 /// Warns of what is not written.
@@ -208,86 +204,62 @@ pub(crate) fn warn_of(left_out: &LeftOut, output: &str, quiet: bool) {
     }
 }
 
-/// Writes the tensors of an open checkpoint into a .safetensors file; returns their number.
-pub(crate) fn to_safetensors(reader: &Reader, arrays: Arrays, output: &str) -> Result<usize> {
-    let Arrays { arrays, metadata, .. } = arrays;
-    let failure = std::sync::Mutex::new(None);
-    let views: Vec<_> = (arrays.iter())
-        .map(|array| (&array.name, Lazy { reader, array, failure: &failure }))
+/// Writes the tensors of an open checkpoint into a .safetensors file, which with `force` may replace another; returns
+/// their number.
+pub(crate) fn to_safetensors(
+    reader: &Reader,
+    arrays: Arrays,
+    (output, force): (&str, bool),
+) -> Result<usize> {
+    let taken = |e: s4weights::Error| files::unless_taken(e.into(), output, force);
+    let Arrays { mut arrays, metadata, .. } = arrays;
+    // As the safetensors crate does: wide elements first, so that all are aligned.
+    arrays.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
+    let header = header(&arrays, metadata).map_err(|e| {
+        Failure::Unsupported(format!("{output}: safetensors cannot hold these tensors: {e}"))
+    })?;
+    // The crate's own writer would replace what may not be written to, pipes and devices.
+    let mut out = files::target(output, force).open().map_err(taken)?;
+    out.write(&header)?;
+    for array in &arrays {
+        out.write(&array.read(reader)?)?;
+    }
+    out.commit().map_err(taken)?;
+    Ok(arrays.len())
+}
+
+/// A value in the header of a .safetensors file.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Entry {
+    /// Sorted, so that the same input gives the same file.
+    Metadata(BTreeMap<String, String>),
+    Tensor(TensorInfo),
+}
+
+/// The start of a .safetensors file, up to the values.
+fn header(arrays: &[Array], metadata: HashMap<String, String>) -> Result<Vec<u8>, SafeTensorError> {
+    let mut end = 0_usize;
+    let tensors: Vec<_> = (arrays.iter())
+        .map(|Array { name, dtype, shape, bytes, .. }| {
+            let start = end;
+            end = end.saturating_add(*bytes);
+            let (dtype, shape, data_offsets) = (*dtype, shape.clone(), (start, end));
+            (name.clone(), TensorInfo { dtype, shape, data_offsets })
+        })
         .collect();
-    let metadata = (!metadata.is_empty()).then_some(metadata);
-    // A link stays a link, and permissions stay, as if the file were overwritten in place.
-    let target = std::fs::canonicalize(output).unwrap_or_else(|_| output.into());
-    let temporary = beside(&target);
-    // The crate creates its file for this user alone; this one has the permissions that the umask allows.
-    // What a killed process or somebody else left under its name is not written through.
-    let _ = std::fs::remove_file(&temporary);
-    let new = File::options().write(true).create_new(true).open(&temporary);
-    let new = new.and_then(|f| f.metadata());
-    let permissions = new.map_err(|e| named(output, e))?.permissions();
-    let written =
-        safetensors::serialize_to_file(views.iter().map(|(n, v)| (*n, v)), metadata, &temporary);
-    let cannot = |e| match e {
-        safetensors::SafeTensorError::IoError(e) => named(output, e),
-        e => Failure::Unsupported(format!("{output}: safetensors cannot hold these tensors: {e}")),
-    };
-    let written = written.map_err(cannot);
-    let written = written.and_then(|()| sort_metadata(&temporary).map_err(|e| named(output, e)));
-    let outcome =
-        written.and_then(|()| match failure.lock().unwrap_or_else(|p| p.into_inner()).take() {
-            Some(e) => Err(e),
-            None => replace(&temporary, &target, permissions).map_err(|e| named(output, e)),
-        });
-    if outcome.is_err() {
-        // Whatever failed, nothing half-written stays.
-        let _ = std::fs::remove_file(&temporary);
+    // It checks them.
+    Metadata::new(None, tensors.clone())?;
+    let metadata = (!metadata.is_empty())
+        .then(|| ("__metadata__".to_owned(), Entry::Metadata(metadata.into_iter().collect())));
+    let tensors = tensors.into_iter().map(|(name, info)| (name, Entry::Tensor(info)));
+    let mut out = vec![0; LENGTH];
+    serde_json::Serializer::new(&mut out).collect_map(metadata.into_iter().chain(tensors))?;
+    out.resize(out.len().next_multiple_of(LENGTH), b' ');
+    let length = (out.len() - LENGTH) as u64;
+    if length > LONGEST_HEADER {
+        return Err(SafeTensorError::HeaderTooLarge);
     }
-    outcome.map(|()| views.len())
-}
-
-/// Sorts the metadata of a .safetensors file that the crate wrote, in place, so that the same input gives the same file:
-/// the crate writes them in a different order each time.
-fn sort_metadata(path: &Path) -> std::io::Result<()> {
-    const BEGIN: &str = r#"{"__metadata__":"#;
-    let mut file = File::options().read(true).write(true).open(path)?;
-    let mut len = [0; 8];
-    file.read_exact(&mut len)?;
-    let mut header = String::new();
-    (&file).take(u64::from_le_bytes(len)).read_to_string(&mut header)?;
-    let Some(metadata) = header.strip_prefix(BEGIN) else { return Ok(()) };
-    let mut values = serde_json::Deserializer::from_str(metadata).into_iter();
-    let Some(sorted) = values.next().transpose()? else { return Ok(()) };
-    let sorted: BTreeMap<String, String> = sorted;
-    let text = serde_json::to_string(&sorted)?;
-    // As long as before: the crate writes JSON by the same library.
-    if text.len() == values.byte_offset() {
-        file.seek(SeekFrom::Start((len.len() + BEGIN.len()) as u64))?;
-        file.write_all(text.as_bytes())?;
-    }
-    Ok(())
-}
-
-/// A temporary name in the same folder, no longer than file systems allow.
-fn beside(target: &Path) -> PathBuf {
-    let name = target.file_name().unwrap_or_default().to_string_lossy();
-    let stem: String = name.chars().take(60).collect();
-    target.with_file_name(format!(".{stem}.{}.tmp", std::process::id()))
-}
-
-/// Renames a file to `target`. It takes over the permissions and owner of a file that is there; if
-/// there is none, it gets the permissions `new`.
-fn replace(temporary: &Path, target: &Path, new: std::fs::Permissions) -> std::io::Result<()> {
-    let old = std::fs::metadata(target).ok();
-    #[cfg(unix)]
-    if let Some(old) = &old {
-        use std::os::unix::fs::{MetadataExt, chown};
-        // Only root may give files away, but anyone may choose one of their own groups.
-        if chown(temporary, Some(old.uid()), Some(old.gid())).is_err() {
-            let _ = chown(temporary, None, Some(old.gid()));
-        }
-    }
-    // A crash must leave the old file or the new one. Opened before the permissions may forbid it.
-    File::options().write(true).open(temporary)?.sync_all()?;
-    std::fs::set_permissions(temporary, old.map_or(new, |old| old.permissions()))?;
-    std::fs::rename(temporary, target)
+    out[..LENGTH].copy_from_slice(&length.to_le_bytes());
+    Ok(out)
 }

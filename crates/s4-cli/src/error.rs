@@ -1,4 +1,4 @@
-//! What a command can fail with, and the exit code of each.
+//! The errors of commands, and the exit code of each.
 
 use std::io;
 
@@ -16,6 +16,9 @@ pub(crate) enum Failure {
     Safetensors { file: String, source: safetensors::SafeTensorError },
     #[error("{0}")]
     Unsupported(String),
+    /// Nothing is wrong with the file, but this machine cannot hold it now.
+    #[error("{0}")]
+    NoMemory(String),
     #[error("{0}")]
     Damaged(String),
     #[error("{0}")]
@@ -40,14 +43,14 @@ impl Failure {
             Self::Damaged(_) | Self::Test(_) | Self::Safetensors { .. } => 1,
             Self::Usage(_) => 2,
             Self::Io(_) | Self::NotFound(_) => 3,
-            Self::Unsupported(_) => 4,
+            Self::Unsupported(_) | Self::NoMemory(_) => 4,
             Self::Conflict(_) => 5,
             #[cfg(all(unix, feature = "serve"))]
             Self::Runner(e) => e.exit_code(),
         }
     }
 
-    /// What went wrong, and what can be done about it where that is known.
+    /// What went wrong and, if known, what can be done about it.
     pub(crate) fn explain(&self) -> String {
         let Self::Library(s4weights::Error::Store { target, source }) = self else {
             return self.to_string();

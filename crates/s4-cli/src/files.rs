@@ -2,11 +2,11 @@
 
 use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use s4weights::format::Error as FormatError;
 use s4weights::format::file::{END_MAGIC, ends_s4w, is_s4w};
-use s4weights::{Cause, Error, ReadOptions, Reader, Source, is_url, redact_url};
+use s4weights::{Cause, Error, ReadOptions, Reader, Source, Target, is_url, redact_url};
 
 use crate::error::{Failure, Result};
 
@@ -18,10 +18,26 @@ pub(crate) const PICKLES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 /// # Errors
 /// As [`Reader::open`]; `Unsupported` for a sound file of another format.
 pub(crate) fn open(input: &str, options: ReadOptions) -> Result<Reader> {
+    refuse_stream(input)?;
     Reader::open(Source::from(input), options).map_err(|e| {
         let other = is_no_s4w(&e).then(|| what_else(input, ".s4w")).flatten();
         other.map_or_else(|| e.into(), |what| no_s4w(input, what))
     })
+}
+
+/// Refuses a pipe or a device, just as `-` is refused: opening one again would wait forever.
+///
+/// # Errors
+/// `Usage`.
+pub(crate) fn refuse_stream(input: &str) -> Result<()> {
+    let found = local(input).and_then(|path| fs::metadata(path).ok());
+    match found.is_some_and(|m| !m.is_file() && !m.is_dir()) {
+        true => Err(Failure::Usage(format!(
+            "{}: a pipe or a device is not supported as input, which is read by range: name a file",
+            redact_url(input)
+        ))),
+        false => Ok(()),
+    }
 }
 
 fn is_no_s4w(error: &Error) -> bool {
@@ -45,7 +61,7 @@ fn no_s4w(input: &str, other: Other) -> Failure {
     })
 }
 
-/// What a file is that is not in the expected format.
+/// The actual format of a file that is not in the expected one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Other {
     S4w,
@@ -55,7 +71,8 @@ pub(crate) enum Other {
     Unknown,
 }
 
-/// What a file is that could not be read as one with this ending; `None`: it is one, but damaged.
+/// The actual format of a file that could not be read as one with this ending; `None`: it has the expected format,
+/// but is damaged.
 pub(crate) fn what_else(input: &str, ending: &str) -> Option<Other> {
     let unknown = (!input.ends_with(ending)).then_some(Other::Unknown);
     if is_url(input) {
@@ -108,9 +125,36 @@ pub(crate) fn check_output(
         )));
     }
     if !force && is_there(output, options)? {
-        return Err(Failure::Conflict(format!("{name} exists already; --force replaces it")));
+        return Err(taken(output));
     }
     Ok(())
+}
+
+/// The target of an output that has been checked. Without `force`, it does not replace a local file that appears
+/// in the meantime either; an object is replaced.
+pub(crate) fn target(output: &str, force: bool) -> Target {
+    match local(output) {
+        Some(path) if !force => Target::New(redact_url(output).into_owned(), path),
+        _ => Target::from(output),
+    }
+}
+
+/// The failure of a command; a conflict if its output appeared in the meantime.
+pub(crate) fn unless_taken(failure: Failure, output: &str, force: bool) -> Failure {
+    match failure {
+        Failure::Library(Error::Io { target, action: "create" | "rename", source })
+            if !force
+                && source.kind() == std::io::ErrorKind::AlreadyExists
+                && target == redact_url(output) =>
+        {
+            taken(output)
+        }
+        other => other,
+    }
+}
+
+fn taken(output: &str) -> Failure {
+    Failure::Conflict(format!("{} exists already; --force replaces it", redact_url(output)))
 }
 
 fn is_there(output: &str, options: ReadOptions) -> Result<bool> {
@@ -132,45 +176,26 @@ fn is_same(input: &str, output: &str) -> bool {
 }
 
 #[cfg(unix)]
-fn identity(path: &std::path::Path) -> Option<(u64, u64)> {
+fn identity(path: &Path) -> Option<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
     let found = fs::metadata(path).ok()?;
     Some((found.dev(), found.ino()))
 }
 
 #[cfg(not(unix))]
-fn identity(path: &std::path::Path) -> Option<PathBuf> {
+fn identity(path: &Path) -> Option<PathBuf> {
     fs::canonicalize(path).ok()
 }
 
-/// The path that a name or a `file:` URL refers to.
-fn local(name: &str) -> Option<PathBuf> {
-    if !is_url(name) {
-        return Some(name.into());
-    }
-    let (scheme, rest) = name.trim().split_once("://")?;
-    let path = rest.strip_prefix("localhost").unwrap_or(rest);
-    (scheme.eq_ignore_ascii_case("file") && path.starts_with('/')).then(|| decoded(path).into())
+/// The path that a name or a `file:` URL refers to, as the library reads it; `None` for what is elsewhere, and for a
+/// URL that makes no sense, which is an error when it is opened.
+pub(crate) fn local(name: &str) -> Option<PathBuf> {
+    Target::from(name).local_path().ok().flatten()
 }
 
-/// The path of a URL, with `%20` and the like decoded.
-fn decoded(path: &str) -> String {
-    let mut out = vec![];
-    let mut rest = path.as_bytes();
-    while let [first, after @ ..] = rest {
-        let code = after.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
-        match code.and_then(|hex| u8::from_str_radix(hex, 16).ok()).filter(|_| *first == b'%') {
-            Some(byte) => {
-                out.push(byte);
-                rest = &after[2..];
-            }
-            None => {
-                out.push(*first);
-                rest = after;
-            }
-        }
-    }
-    String::from_utf8_lossy(&out).into_owned()
+/// The folder that a file is in.
+pub(crate) fn folder(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
 }
 
 #[cfg(test)]
@@ -186,6 +211,13 @@ mod tests {
         let url = format!("FILE://{}", plain.replace('%', "%25").replace(' ', "%20"));
         assert_eq!(local(&url).as_deref(), Some(path.as_path()));
         assert_eq!(local("s3://bucket/a"), None);
+        assert_eq!(local("file://elsewhere/a"), None);
+        // As the parser of URLs has it.
+        for name in [r"no\..\a b%25", "no/../a%20b%25", "no/%2e%2E/a b%25", "./a\t b%25\n"] {
+            let url = format!(" file://localhost{}/{name}", dir.path().display());
+            assert_eq!(local(&url).as_deref(), Some(path.as_path()), "{url}");
+            assert!(is_same(plain, &url), "{url}");
+        }
         assert!(is_same(plain, &url));
         assert!(is_same(plain, &format!("{}/./a b%", dir.path().display())));
         assert!(!is_same(plain, dir.path().join("b").to_str().unwrap()));

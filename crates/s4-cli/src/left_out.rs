@@ -11,7 +11,7 @@ const DISTRIBUTED: &str = "dcp";
 /// The blob of an object that is described by a pickle.
 const PICKLE: &str = "pickle";
 
-/// What does not go into a .safetensors file.
+/// The parts that do not go into a .safetensors file.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct LeftOut {
     /// The object is in pieces, and its values that are not tensors are stored as bytes.
@@ -24,12 +24,12 @@ pub(crate) struct LeftOut {
     pub(crate) shared: usize,
     /// Stored tensors that the object does not have.
     pub(crate) unreached: usize,
-    /// Byte strings beside the object.
+    /// Byte strings other than the object.
     blobs: Vec<String>,
 }
 
 impl LeftOut {
-    /// What is left out of a checkpoint, as far as its blobs tell.
+    /// The parts that are left out of a checkpoint, as far as its blobs tell.
     pub(crate) fn of(reader: &Reader) -> Self {
         let blobs = &reader.manifest().blobs;
         let known = |name: &String| [DISTRIBUTED, PICKLE].contains(&name.as_str());

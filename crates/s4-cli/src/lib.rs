@@ -1,6 +1,6 @@
 //! The command line `s4w`, as a library, so that the Python wheel installs the same program.
 //!
-//! What is deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
+//! Deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
 //!
 //! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could
 //! not be found, read or written; 4 the file needs another version, program or machine; 5 something
@@ -10,6 +10,7 @@
 
 mod arrays;
 mod convert;
+mod draft;
 mod error;
 mod files;
 mod inspect;
@@ -298,8 +299,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     run_with(args, None)
 }
 
-/// As [`run`], for a process that does nothing else: the signals INT, TERM and HUP stop the command, which removes what
-/// it has half written. Another signal ends the process at once, and so do ten seconds in which it has not stopped.
+/// As [`run`], for a process that does nothing else: the signals INT, TERM and HUP stop the command, which removes
+/// half-written files. The process ends immediately on another signal, or if the command has not stopped after ten
+/// seconds.
 pub fn run_program(args: impl IntoIterator<Item = OsString>) -> u8 {
     run_with(args, Some(Signals::new))
 }
@@ -316,7 +318,7 @@ fn run_with(
             return Failure::Usage(String::new()).exit_code();
         }
         Err(e) => {
-            // If the terminal is gone, nobody can be told.
+            // If the terminal is closed, nobody can be told.
             let _ = e.print();
             return u8::try_from(e.exit_code()).unwrap_or(2);
         }
@@ -362,7 +364,7 @@ fn execute(command: Command) -> Result<()> {
             overwrite.check(&input, &output, remote)?;
             let bar = progress::Bar::new(common.quiet);
             let report =
-                convert::compress(&input, &output, remote.write(common.write(preset, &bar)), &bar)?;
+                convert::compress(&input, (&output, overwrite.force), remote.write(common.write(preset, &bar)), &bar)?;
             drop(bar);
             say(&format!(
                 "{}: {} tensors, {} -> {} bytes, ratio {:.4}, {:.2} s",
@@ -383,7 +385,10 @@ fn execute(command: Command) -> Result<()> {
             let bar = progress::Bar::new(common.quiet);
             let reader = files::open(&input, remote.read(common.read(&trust, &bar)))?;
             bar.expect(reader.tensors().map(|t| t.bytes).sum());
-            let tensors = convert::decompress(&reader, &input, named, &target, common.quiet)?;
+            if remote.timeout.is_some() && files::local(&input).is_none() {
+                convert::refuse_pickle_in_time(&reader, &input)?;
+            }
+            let tensors = convert::decompress(&reader, &input, named, (&target, overwrite.force), common.quiet)?;
             drop(bar);
             say(&format!("{target}: {}", store::text::count(tensors, "tensor")))
         }
@@ -417,7 +422,7 @@ fn execute(command: Command) -> Result<()> {
             let bar = progress::Bar::new(common.quiet);
             let read = remote.read(ReadOptions { progress: None, ..common.read(&trust, &bar) });
             let write = remote.write(common.write(preset, &bar));
-            let report = transcode::run(&input, &output, read, write, &bar)?;
+            let report = transcode::run(&input, (&output, overwrite.force), read, write, &bar)?;
             drop(bar);
             say(&format!(
                 "{}: {} tensors, {} -> {} bytes, ratio {:.4}, compared",
@@ -456,14 +461,35 @@ fn to_json(value: &impl serde::Serialize) -> Result<String> {
 /// Prints to standard output, with terminal commands escaped; a reader that has closed it has read enough.
 fn say(text: &str) -> Result<()> {
     match writeln!(std::io::stdout(), "{}", visible::lines(text)) {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::Io(e)),
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(Failure::Io(std::io::Error::new(e.kind(), format!("standard output: {e}"))))
+        }
         _ => Ok(()),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use s4weights::{Contents, Target, Writer};
+
     use super::*;
+
+    #[test]
+    fn what_keeps_a_pickle_from_being_converted_is_named() {
+        let url = "memory://pickles/a.s4w";
+        let writer = Writer::create(Target::from(url), WriteOptions::default()).unwrap();
+        let blobs = [("pickle".to_owned(), b"x".to_vec())].into();
+        writer.finish(Contents { blobs, ..Contents::default() }).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let output = dir.path().join("a.safetensors").display().to_string();
+        let said = |more: &[&str]| {
+            let words = [&["s4w", "decompress", url, &output][..], more].concat();
+            execute(Cli::try_parse_from(words).ok().unwrap().command).unwrap_err()
+        };
+        let error = said(&["--timeout", "5"]);
+        assert!(error.exit_code() == 4 && error.to_string().contains("--timeout"), "{error}");
+        assert!(said(&[]).to_string().contains("pip install"));
+    }
 
     #[test]
     fn a_build_without_the_service_says_where_it_is() {

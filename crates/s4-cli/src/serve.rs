@@ -71,14 +71,40 @@ pub(crate) fn serve(args: Serve) -> Result<()> {
         convert: Arc::new(move |from, to| {
             let options = WriteOptions { preset, threads, ..WriteOptions::default() };
             let (from, to) = (from.to_string_lossy(), to.to_string_lossy());
-            let done = convert::compress(&from, &to, options, &Bar::new(true));
-            done.map(drop).map_err(|e: Failure| match e.exit_code() {
-                // Not readable or writable now: a full drive, say.
-                3 => Unconverted::Later(e.to_string()),
-                _ => Unconverted::Rejected(e.to_string()),
-            })
+            let done = convert::compress(&from, (&to, true), options, &Bar::new(true));
+            done.map(drop).map_err(|e: Failure| unconverted(&e))
         }),
         ..Hooks::default()
     };
     Ok(s4_runner::run(config, hooks)?)
+}
+
+/// Whether a file that could not be converted is tried again.
+fn unconverted(failure: &Failure) -> Unconverted {
+    let why = failure.to_string();
+    match failure {
+        // Other programs may need less of it later, but a file may be too large for the machine.
+        Failure::NoMemory(_) => Unconverted::Killed(why),
+        // Not readable or writable now: a full drive, say.
+        _ if failure.exit_code() == 3 => Unconverted::Later(why),
+        _ => Unconverted::Rejected(why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_succeed_later_is_tried_again() {
+        let none = crate::arrays::buffer(usize::MAX / 2, "w").unwrap_err();
+        assert_eq!(none.exit_code(), 4);
+        assert!(
+            matches!(unconverted(&none), Unconverted::Killed(why) if why.contains("no memory"))
+        );
+        let full = Failure::Io(std::io::ErrorKind::StorageFull.into());
+        assert!(matches!(unconverted(&full), Unconverted::Later(_)));
+        let other = Failure::Unsupported("another format".into());
+        assert!(matches!(unconverted(&other), Unconverted::Rejected(_)));
+    }
 }

@@ -20,7 +20,7 @@ use crate::visible;
 /// How long a command may take to stop and to remove what it has half written.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What shells add to a signal's number to make an exit code of it.
+/// Shells add this to a signal's number to make an exit code.
 const SIGNALLED: u8 = 128;
 
 /// The signals that end the process: INT, TERM and HUP; elsewhere than on Unix, Ctrl-C.

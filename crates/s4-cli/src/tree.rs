@@ -18,7 +18,7 @@ const MAX_NAMES: usize = 100_000_000;
 /// Attributes of an ordered dict whose entries have paths as if they were entries of the dict.
 const INLINE: [&str; 3] = ["_parameters", "_buffers", "_modules"];
 
-/// Which part of a stored tensor a node stands for; what is absent is as it is stored.
+/// The part of a stored tensor that a node refers to; absent members are as stored.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Place {
     pub(crate) tensor: u64,
@@ -28,7 +28,7 @@ pub(crate) struct Place {
     pub(crate) stride: Option<Vec<u64>>,
 }
 
-/// What a tree holds.
+/// The content of a tree.
 #[derive(Debug, Default)]
 pub(crate) struct Tree {
     /// Every tensor, by its key path, in the order of the object. No two have the same name.

@@ -51,7 +51,7 @@ pub(crate) fn json(text: &str) -> String {
 
 /// Tells the user something in a line of standard error.
 ///
-/// It is written at once, since other threads may be logging: `writeln!` would write it in pieces.
+/// It is written in one call, since other threads may be logging: `writeln!` would write it in pieces.
 pub(crate) fn tell(text: &str) {
     // If standard error is closed, there is nobody to tell.
     let _ = io::stderr().write_all(format!("s4w: {}\n", name(text)).as_bytes());

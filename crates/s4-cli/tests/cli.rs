@@ -618,11 +618,15 @@ fn a_second_signal_ends_what_does_not_stop() {
     use std::time::{Duration, Instant};
 
     let dir = tempfile::tempdir().unwrap();
-    // Nobody writes to it: opening it does not return.
-    let pipe = dir.path().join("a.s4w");
+    let packed = dir.path().join("a.s4w");
+    let done = s4w(&["compress", samples()[0].to_str().unwrap(), packed.to_str().unwrap()]);
+    assert!(done.status.success(), "{}", text(&done));
+    // Nobody reads from it: opening it does not return.
+    let pipe = dir.path().join("a.safetensors");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let mut command = Command::new(env!("CARGO_BIN_EXE_s4w"));
-    let command = command.arg("inspect").arg(&pipe).stderr(std::process::Stdio::piped());
+    let command = command.args(["decompress", "--quiet"]).args([&packed, &pipe]);
+    let command = command.stderr(std::process::Stdio::piped());
     let mut child = command.spawn().unwrap();
     let (id, term) = (child.id().to_string(), 15);
     let handles_it = || {

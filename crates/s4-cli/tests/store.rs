@@ -176,8 +176,14 @@ fn what_is_needed_stays_until_it_is_not() {
     let kept = json(&["retire", &url, "--keep-best", "loss:1:max", "--keep-last", "1"]);
     assert_eq!(kept["kept"], 3, "the best, the newest, and the base that the newest needs");
     assert_eq!(steps(&url), [2, 3, 4]);
-    said(&["retire", &url, "--keep-last", "1"], 0);
+    // A reason is kept for what rules retire, too.
+    let by_rule = ["retire", &url, "--keep-last", "1", "--reason", "by rule"];
+    said(&[&by_rule[..], &["--dry-run"]].concat(), 0);
+    assert_eq!(steps(&url), [2, 3, 4]);
+    said(&by_rule, 0);
     assert_eq!(steps(&url), [3, 4]);
+    assert!(said(&["log", &url], 0).contains("(by rule)"));
+    assert!(said(&by_rule, 0).contains("nothing to retire"));
 }
 
 #[test]
@@ -361,6 +367,9 @@ fn the_picture_shows_every_step() {
     let dir = tempfile::tempdir().unwrap();
     let url = filled(dir.path());
     let path = dir.path().join("a.svg");
+    // Whoever has the old picture open keeps it.
+    std::fs::write(&path, "old").unwrap();
+    std::fs::hard_link(&path, dir.path().join("old.svg")).unwrap();
     let figures = json(&["plot", &url, path.to_str().unwrap()]);
     assert_eq!(figures["checkpoints"].as_array().unwrap().len(), 5);
     let costs = figures["costs"].as_array().unwrap();
@@ -370,6 +379,21 @@ fn the_picture_shows_every_step() {
     assert!(picture.starts_with("<svg") && picture.ends_with("</svg>\n"));
     for step in 0..5 {
         assert!(picture.contains(&format!("<title>step {step}:")), "{step}");
+    }
+    assert_eq!(std::fs::read(dir.path().join("old.svg")).unwrap(), b"old");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 3, "nothing else is left");
+}
+
+#[test]
+fn a_restored_file_is_replaced_only_by_force() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    for name in ["a.s4w", "a.safetensors"] {
+        let out = dir.path().join(name);
+        let restore = ["restore", &url, "4", out.to_str().unwrap()];
+        said(&restore, 0);
+        assert!(said(&restore, 5).contains("a.s") && out.metadata().unwrap().len() > 1000);
+        said(&[&restore[..], &["--force"]].concat(), 0);
     }
 }
 
@@ -408,4 +432,64 @@ fn options_and_environment_reach_a_bucket() {
         let text = with(&["show", &url, "9"], 3);
         assert!(text.contains("the nearest is 2") && !text.contains("hush"), "{text}");
     }
+}
+
+#[test]
+fn a_restored_object_obeys_the_time_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    // Nothing listens there.
+    let settings = [
+        ("AWS_ENDPOINT_URL", "http://127.0.0.1:9"),
+        ("AWS_ALLOW_HTTP", "true"),
+        ("AWS_REGION", "us-east-1"),
+        ("AWS_ACCESS_KEY_ID", "a"),
+        ("AWS_SECRET_ACCESS_KEY", "b"),
+    ];
+    let words =
+        ["store", "restore", &url, "latest", "s3://bucket/a.s4w", "--force", "--timeout", "1"];
+    let start = std::time::Instant::now();
+    let out = Command::new(env!("CARGO_BIN_EXE_s4w")).args(words).envs(settings).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(3), "{text}");
+    // Without it, half a minute.
+    assert!(start.elapsed().as_secs() < 15, "{:?}: {text}", start.elapsed());
+}
+
+#[test]
+fn nothing_is_restored_into_the_store_that_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    let inside = dir.path().join("runs/a.safetensors");
+    std::fs::write(&inside, "mine").unwrap();
+    let mut outputs = vec![
+        inside.display().to_string(),
+        format!("{url}/../runs/b.s4w"),
+        format!("file://{url}/b.s4w"),
+    ];
+    #[cfg(unix)]
+    for (name, to) in [("file.safetensors", &inside), ("folder", &dir.path().join("runs"))] {
+        std::os::unix::fs::symlink(to, dir.path().join(name)).unwrap();
+        let link = dir.path().join(name);
+        outputs.push(match name {
+            "folder" => link.join("b.s4w").display().to_string(),
+            _ => link.display().to_string(),
+        });
+    }
+    for output in &outputs {
+        for store in [url.clone(), format!("file://{url}")] {
+            let text = said(&["restore", &store, "latest", output, "--force"], 2);
+            assert!(text.contains("in the store that is read"), "{output}: {text}");
+        }
+    }
+    assert_eq!(std::fs::read(&inside).unwrap(), b"mine");
+    said(&["restore", &url, "latest", dir.path().join("b.s4w").to_str().unwrap()], 0);
+}
+
+#[test]
+fn a_repair_names_the_store_that_it_repairs() {
+    let dir = tempfile::tempdir().unwrap();
+    let odd = dir.path().join("a#1 or b?").display().to_string();
+    said(&["init", &odd, "--writers", "single"], 0);
+    assert!(said(&["repair", &odd], 0).contains("b?: the log is intact"));
 }

@@ -1,4 +1,4 @@
-//! What `s4w` prints, where, and what it does not let through to the terminal.
+//! What `s4w` prints, where, and which characters it keeps from the terminal.
 
 #![cfg(unix)]
 

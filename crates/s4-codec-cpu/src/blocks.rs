@@ -145,7 +145,7 @@ pub(crate) fn read(
 pub(crate) trait BlockCodec: Debug + Send + Sync {
     /// The bitstream's id.
     const ID: CodecId;
-    /// What is kept from stream to stream, such as a library's contexts.
+    /// State that is kept from stream to stream, such as a library's contexts.
     type State: Any + Default + Send + Sync;
 
     /// The most bytes that a block of `len` bytes takes.

@@ -1,13 +1,14 @@
 //! The codec trait and the registry.
 
 use std::fmt::Debug;
+use std::sync::Arc;
 
 use s4_format::{CodecId, Error, Result};
 
 use crate::Workspace;
 
-/// What is known about a stream before its first symbol is decoded: an encoder may use it, and a
-/// decoder gets it in addition to the stream.
+/// Facts about a stream that are known before its first symbol is decoded: an encoder may use them,
+/// and a decoder gets them in addition to the stream.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Context<'a> {
     /// The 8-bit parameter in the stream's entry, which selects a form of the codec's bitstream.
@@ -30,7 +31,7 @@ impl Context<'_> {
 pub struct Symbols<'a> {
     /// The symbols.
     pub bytes: &'a [u8],
-    /// What the decoder will get as well.
+    /// The context that the decoder will get as well.
     pub context: Context<'a>,
     /// Whether the stream may hold its own tables although the context has some, where that makes
     /// it smaller.
@@ -50,7 +51,7 @@ impl<'a> Symbols<'a> {
     }
 }
 
-/// What an encoder has written.
+/// The result of an encoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Encoded {
     /// Bytes at the start of the destination.
@@ -70,10 +71,10 @@ impl Encoded {
 
 /// One bitstream. Two codecs with the same id decode each other's output.
 ///
-/// The codec, a parameter, tables, contexts and what is carried determine the form of a stream, and
-/// nothing else does: how hard an encoder tries (a level, vector instructions) is up to the value
-/// that implements this trait. Implementations do not allocate in proportion to the input, wait,
-/// log, or know names; they are sync, and keep state between calls only in the [`Workspace`].
+/// The codec, a parameter, tables, contexts and the carried bytes determine the form of a stream,
+/// and nothing else does: the effort of an encoder (a level, vector instructions) is up to the
+/// value that implements this trait. Implementations do not allocate in proportion to the input,
+/// wait, log, or know names; they are sync, and keep state between calls only in the [`Workspace`].
 /// [`crate::testing::conformance`] checks the contract.
 pub trait Codec: Debug + Send + Sync {
     /// The bitstream's id.
@@ -127,10 +128,13 @@ pub trait Codec: Debug + Send + Sync {
     }
 }
 
+/// The format assigns no id from here on.
+const PRIVATE: u8 = 240;
+
 /// The codecs that an engine may use, by id: a value that is passed in, not a global.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Codecs {
-    list: Vec<(CodecId, Box<dyn Codec>)>,
+    list: Vec<(CodecId, Arc<dyn Codec>)>,
 }
 
 impl Codecs {
@@ -143,7 +147,15 @@ impl Codecs {
     #[must_use]
     pub fn with(mut self, codec: impl Codec + 'static) -> Self {
         self.list.retain(|(id, _)| *id != codec.id());
-        self.list.push((codec.id(), Box::new(codec)));
+        self.list.push((codec.id(), Arc::new(codec)));
+        self
+    }
+
+    /// Adds all codecs of `others`; those with the same ids are replaced.
+    #[must_use]
+    pub fn with_all(mut self, others: &Self) -> Self {
+        self.list.retain(|(id, _)| others.ids().all(|other| other != *id));
+        self.list.extend(others.list.iter().cloned());
         self
     }
 
@@ -154,6 +166,12 @@ impl Codecs {
     pub fn get(&self, id: CodecId) -> Result<&dyn Codec> {
         if let Some((_, codec)) = self.list.iter().find(|c| c.0 == id) {
             return Ok(&**codec);
+        }
+        if id.0 >= PRIVATE {
+            return Err(Error::unsupported(format!(
+                "codec {} is one of the program that wrote this, not of the format: its codecs must be given to the reader",
+                id.0
+            )));
         }
         id.require_open()?;
         Err(Error::unsupported(format!("codec `{id}` is not registered with this engine")))

@@ -59,7 +59,7 @@ impl Codec for Const {
             _ => {}
         }
         dst[..src.len()].copy_from_slice(src);
-        // What has been written is appended to itself, which doubles it each time.
+        // The bytes written so far are appended to themselves, which doubles them each time.
         let mut done = src.len();
         while done < dst.len() {
             let more = done.min(dst.len() - done);

@@ -63,6 +63,10 @@ impl BlockCodec for Deflate {
     }
 
     fn decode_block(&self, block: &[u8], dst: &mut [u8], states: &mut States) -> Result<()> {
+        // Any number of empty Deflate blocks may precede the last one, and each takes time.
+        if block.len() > Self::block_bound(dst.len()) {
+            return Err(Error::limit(format!("{} bytes for {}", block.len(), dst.len())));
+        }
         let state = states.decompress();
         state.reset(false);
         let status = state
@@ -77,5 +81,25 @@ impl BlockCodec for Deflate {
             return Err(Error::corrupt(format!("{behind} bytes after the block")));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_little_more_than_empty_ones_are_refused() {
+        let decode = |empty: usize| {
+            // Stored Deflate blocks of 0 bytes, then the last one, of a byte.
+            let mut block = [0, 0, 0, 0xff, 0xff].repeat(empty);
+            block.extend([1, 1, 0, 0xfe, 0xff, 7]);
+            let mut dst = [0];
+            let done = Deflate::default().decode_block(&block, &mut dst, &mut States::default());
+            done.map(|()| dst[0])
+        };
+        assert_eq!(decode(20), Ok(7));
+        let more = decode(30);
+        assert!(matches!(more, Err(Error::Limit { .. })), "{more:?}");
     }
 }

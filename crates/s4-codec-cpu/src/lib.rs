@@ -4,7 +4,7 @@
 //! bitstream, so everything here decodes what other implementations (a GPU kernel, a vendor's
 //! library) of the same id wrote. The bitstreams are specified in `docs/codecs`, one page each.
 //!
-//! What is deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state
+//! Deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state
 //! that outlives a call, except in the caller's [`Workspace`]. Decoders take any bytes and return
 //! the data or an error; nothing in a stream is used as a size before it is checked against the
 //! stream and the destination.
@@ -16,7 +16,7 @@ mod constant;
 mod deflate;
 mod gdeflate;
 mod lz4;
-/// Interleaved static rANS: the codec, its tables and what a planner needs to choose them.
+/// Interleaved static rANS: the codec, its tables and the estimates that a planner chooses them by.
 pub mod rans;
 mod raw;
 mod snappy;

@@ -1,17 +1,17 @@
 //! The contract of [`Codec`] as a test suite for any implementation, also in other crates.
 //!
-//! What is deliberately absent: skips. A codec that refuses some data must declare which, and
-//! refuse exactly that. Every function panics when the contract is broken, so that it can be called
-//! from a test.
+//! Deliberately absent: skips. A codec that refuses some data must declare which, and refuse
+//! exactly that. Every function panics when the contract is broken, so that it can be called from a
+//! test.
 
 use s4_format::{Error, Result};
 
 use crate::Workspace;
 use crate::codec::{Codec, Context, Encoded, Symbols};
 
-/// What both the encoder and the decoder get in the suite.
+/// The setup that both the encoder and the decoder get in the suite.
 #[derive(Debug, Clone, Copy)]
-pub struct Side<'a> {
+pub struct StreamSetup<'a> {
     /// The parameter of the streams.
     pub param: u8,
     /// Shared tables, or nothing.
@@ -20,7 +20,7 @@ pub struct Side<'a> {
     pub contexts: u8,
 }
 
-impl Side<'static> {
+impl StreamSetup<'static> {
     /// A parameter, and no side data.
     pub const fn of(param: u8) -> Self {
         Self { param, tables: &[], contexts: 0 }
@@ -34,7 +34,7 @@ impl Side<'static> {
 ///   workspace was used for;
 /// - it refuses, as `Unsupported`, exactly the inputs for which `accepts` is false;
 /// - no output is longer than [`Codec::bound`], and a smaller `dst` is refused as `Limit`;
-/// - if it is told that the symbols are sparse, its output still decodes to them;
+/// - if the symbols are declared sparse, its output still decodes to them;
 /// - given shared tables and the choice, a stream that is not reported as `shared` decodes without
 ///   them;
 /// - given a following stream, it carries the end of that stream or nothing, and what it says it
@@ -49,7 +49,7 @@ impl Side<'static> {
 ///
 /// # Panics
 /// If the codec breaks the contract.
-pub fn conformance(codec: &dyn Codec, side: Side<'_>, accepts: impl Fn(&[u8]) -> bool) {
+pub fn conformance(codec: &dyn Codec, side: StreamSetup<'_>, accepts: impl Fn(&[u8]) -> bool) {
     let mut used = Workspace::default();
     for (name, data) in inputs() {
         let contexts = contexts(side, data.len());
@@ -98,7 +98,7 @@ fn variants(codec: &dyn Codec, name: &str, symbols: &Symbols<'_>, used: &mut Wor
 ///
 /// # Panics
 /// If the codec breaks the contract.
-pub fn carrying(codec: &dyn Codec, side: Side<'_>) {
+pub fn carrying(codec: &dyn Codec, side: StreamSetup<'_>) {
     let mut used = Workspace::default();
     let mut encoded = |symbols: &Symbols<'_>| match round_trip(codec, symbols, &mut used) {
         Ok(encoded) => encoded,
@@ -263,12 +263,12 @@ fn damage(stream: &[u8], param: u8, len: usize, attempt: impl Fn(u8, &[u8], usiz
 }
 
 /// The context that encoders and decoders get for a side.
-fn context<'a>(side: Side<'a>, contexts: &'a [u8]) -> Context<'a> {
+fn context<'a>(side: StreamSetup<'a>, contexts: &'a [u8]) -> Context<'a> {
     Context { param: side.param, tables: side.tables, contexts }
 }
 
 /// Contexts for `len` symbols.
-fn contexts(side: Side<'_>, len: usize) -> Vec<u8> {
+fn contexts(side: StreamSetup<'_>, len: usize) -> Vec<u8> {
     match side.contexts {
         0 => Vec::new(),
         n => noise(len, 77).into_iter().map(|b| b % n).collect(),

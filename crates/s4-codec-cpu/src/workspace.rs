@@ -1,4 +1,4 @@
-//! What codecs keep from one stream to the next.
+//! State that codecs keep from one stream to the next.
 
 use std::any::Any;
 use std::fmt;

@@ -1,12 +1,12 @@
 //! Every codec of the crate, on every set of instructions, through the conformance suite.
 
 use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
-use s4_codec_cpu::testing::{Side, carrying, conformance};
+use s4_codec_cpu::testing::{StreamSetup, carrying, conformance};
 use s4_codec_cpu::{Bits, Const, Deflate, Gdeflate, Lz4, Rans, Raw, Simd, Snappy, Zstd};
 
 #[test]
 fn raw() {
-    conformance(&Raw, Side::of(0), |_| true);
+    conformance(&Raw, StreamSetup::of(0), |_| true);
 }
 
 #[test]
@@ -15,7 +15,7 @@ fn constant() {
         data.is_empty()
             || (1..=16).any(|unit| data.iter().enumerate().all(|(i, b)| *b == data[i % unit]))
     };
-    conformance(&Const, Side::of(0), repeats);
+    conformance(&Const, StreamSetup::of(0), repeats);
 }
 
 #[test]
@@ -23,7 +23,7 @@ fn bits() {
     for simd in Simd::available() {
         for width in 1..=7 {
             let fits = |data: &[u8]| data.iter().all(|b| b >> width == 0);
-            conformance(&Bits::new(simd), Side::of(width), fits);
+            conformance(&Bits::new(simd), StreamSetup::of(width), fits);
         }
     }
 }
@@ -32,44 +32,44 @@ fn bits() {
 fn zstd() {
     for level in [1, 3] {
         for param in [0, Zstd::IN_BLOCKS] {
-            conformance(&Zstd::new(level), Side::of(param), |_| true);
+            conformance(&Zstd::new(level), StreamSetup::of(param), |_| true);
         }
     }
 }
 
 #[test]
 fn gdeflate() {
-    conformance(&Gdeflate::entropy_only(), Side::of(0), |_| true);
-    conformance(&Gdeflate::with_matches(), Side::of(0), |_| true);
+    conformance(&Gdeflate::entropy_only(), StreamSetup::of(0), |_| true);
+    conformance(&Gdeflate::with_matches(), StreamSetup::of(0), |_| true);
 }
 
 #[test]
 fn deflate() {
     for level in [0, 1, 6] {
-        conformance(&Deflate::new(level), Side::of(0), |_| true);
+        conformance(&Deflate::new(level), StreamSetup::of(0), |_| true);
     }
 }
 
 #[test]
 fn lz4() {
-    conformance(&Lz4, Side::of(0), |_| true);
+    conformance(&Lz4, StreamSetup::of(0), |_| true);
 }
 
 #[test]
 fn snappy() {
-    conformance(&Snappy, Side::of(0), |_| true);
+    conformance(&Snappy, StreamSetup::of(0), |_| true);
 }
 
 /// Streams of a precision, without tables.
-fn side(precision: Precision) -> Side<'static> {
-    Side::of(precision.bits() as u8)
+fn side(precision: Precision) -> StreamSetup<'static> {
+    StreamSetup::of(precision.bits() as u8)
 }
 
 fn rans(precision: Precision) {
     for simd in Simd::available() {
         let codec = Rans::new(simd);
         conformance(&codec, side(precision), |_| true);
-        conformance(&codec, Side { contexts: 4, ..side(precision) }, |_| true);
+        conformance(&codec, StreamSetup { contexts: 4, ..side(precision) }, |_| true);
     }
 }
 
@@ -99,9 +99,13 @@ fn rans_with_shared_tables() {
         for simd in Simd::available() {
             let codec = Rans::new(simd);
             let tables = misfits(precision, 1);
-            conformance(&codec, Side { tables: &tables, ..side(precision) }, |_| true);
+            conformance(&codec, StreamSetup { tables: &tables, ..side(precision) }, |_| true);
             let tables = misfits(precision, 4);
-            conformance(&codec, Side { tables: &tables, contexts: 4, ..side(precision) }, |_| true);
+            conformance(
+                &codec,
+                StreamSetup { tables: &tables, contexts: 4, ..side(precision) },
+                |_| true,
+            );
         }
     }
 }
@@ -110,9 +114,9 @@ fn carrying_rans(precision: Precision) {
     for simd in Simd::available() {
         let codec = Rans::new(simd);
         carrying(&codec, side(precision));
-        carrying(&codec, Side { contexts: 4, ..side(precision) });
+        carrying(&codec, StreamSetup { contexts: 4, ..side(precision) });
         let tables = misfits(precision, 4);
-        carrying(&codec, Side { tables: &tables, contexts: 4, ..side(precision) });
+        carrying(&codec, StreamSetup { tables: &tables, contexts: 4, ..side(precision) });
     }
 }
 
@@ -134,7 +138,7 @@ fn rans_refuses_what_shared_tables_cannot_code() {
     for precision in [Precision::P8, Precision::P12] {
         let tables = write_tables(&[counts.table(precision)]);
         for simd in Simd::available() {
-            let side = Side { tables: &tables, ..side(precision) };
+            let side = StreamSetup { tables: &tables, ..side(precision) };
             conformance(&Rans::new(simd), side, |data| data.iter().all(|b| *b < 2));
         }
     }

@@ -152,10 +152,7 @@ struct AnyPrediction {
   template <class Chunk>
   __device__ __forceinline__ static bool has_step(const Chunk& c) {
     if (c.inputs[kParent] == nullptr || c.inputs[kFirst] == nullptr || c.inputs[kFactors] == nullptr) return false;
-    const Step& step = *reinterpret_cast<const Step*>(c.inputs[kFactors]);
-    const bool second = is_float(step.second) ? c.inputs[kSecond] != nullptr : step.second == 0;
-    return c.residual == kSub && is_float(step.weight) && is_float(step.first) && second &&
-           float_width(step.weight) == c.width;
+    return c.residual == kSub && are_moments(c, *reinterpret_cast<const Step*>(c.inputs[kFactors]));
   }
   __device__ __forceinline__ static AnyDensity density(const EncodeChunk& c) { return AnyDensity{c.sparse != 0}; }
   template <class Chunk>

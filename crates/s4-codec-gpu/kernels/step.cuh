@@ -12,6 +12,13 @@ __device__ __forceinline__ bool is_float(u32 type) {
   return type == kBFloat16 || type == kFloat16 || type == kFloat32;
 }
 
+// Whether the types of weights and moments in a `Step` or `Update` are those of the chunk's values and inputs.
+template <class Chunk, class Types>
+__device__ __forceinline__ bool are_moments(const Chunk& c, const Types& types) {
+  const bool second = is_float(types.second) ? c.inputs[kSecond] != nullptr : types.second == 0;
+  return is_float(types.weight) && is_float(types.first) && second && float_width(types.weight) == c.width;
+}
+
 __device__ __forceinline__ u32 flushed(u32 bits) { return (bits & 0x7fffffff) < 0x01000000 ? 0 : bits; }
 __device__ __forceinline__ float flushed(float x) { return __uint_as_float(flushed(__float_as_uint(x))); }
 

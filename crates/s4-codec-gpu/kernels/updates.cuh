@@ -24,9 +24,12 @@ struct EightSizes {
       of[k] = static_cast<int>(kWidth == 2 && type == kFloat16 ? (half >> 3) + 0x3800 : half);
     }
   }
+  // Without values, of type 0, all are zeros.
   __device__ __forceinline__ void load(u32 type, const u8* values, u32 at, u32 left) {
-    u32 v[8];
-    if (type == kFloat32) {
+    u32 v[8] = {};
+    if (type == 0) {
+      set<4>(type, v);
+    } else if (type == kFloat32) {
       load_values8<4>(values, at, left, v);
       set<4>(type, v);
     } else {
@@ -81,11 +84,8 @@ struct Descent {
   template <class Chunk>
   __device__ __forceinline__ static bool suits(const Chunk& c) {
     if (c.residual != kDescent || c.prediction != kPredictInput || c.layout != kBytes) return false;
-    for (u32 i = 0; i < kMaxInputs; i++)
-      if (c.inputs[i] == nullptr) return false;
-    const Update& update = update_of(c);
-    return is_float(update.weight) && is_float(update.first) && is_float(update.second) &&
-           float_width(update.weight) == c.width;
+    if (c.inputs[kParent] == nullptr || c.inputs[kFirst] == nullptr || c.inputs[kUpdate] == nullptr) return false;
+    return are_moments(c, update_of(c));
   }
   __device__ __forceinline__ static Sparse density(const EncodeChunk&) { return Sparse{}; }
   template <class Chunk>

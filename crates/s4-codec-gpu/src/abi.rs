@@ -1,4 +1,5 @@
-//! What the kernels are given: the structures and sizes of `kernels/abi.h`, field by field.
+//! The inputs and outputs of the kernels: the structures and sizes of `kernels/abi.h`, field by
+//! field.
 //!
 //! Addresses are those of device memory unless a field says otherwise.
 
@@ -91,7 +92,7 @@ pub(crate) mod threads {
     pub(crate) const COPY: u32 = header("kCopyThreads") as u32;
 }
 
-/// `Status`: what the kernels report of a chunk.
+/// `Status`: the outcome of a chunk, as the kernels report it.
 pub mod status {
     use super::header;
 
@@ -127,7 +128,7 @@ pub mod coding {
     pub const RANS12: u8 = header("kCodeRans12") as u8;
 }
 
-/// `Prediction`: what the kernels of [`Route::Predicted`] expect values to be.
+/// `Prediction`: the source of the values that the kernels of [`Route::Predicted`] expect.
 pub mod prediction {
     use super::header;
 
@@ -143,7 +144,7 @@ pub mod prediction {
     pub const OFFSETS: u8 = header("kPredictOffsets") as u8;
     /// These sums, with a share of the magnitudes of input [`PARENT`](super::PARENT).
     pub const BLEND: u8 = header("kPredictBlend") as u8;
-    /// What the optimizer's step makes of input [`PARENT`](super::PARENT).
+    /// The values of input [`PARENT`](super::PARENT) after the optimizer's step.
     pub const STEP: u8 = header("kPredictStep") as u8;
 }
 
@@ -166,7 +167,7 @@ pub mod float {
     pub const F32: u8 = header("kFloat32") as u8;
 }
 
-/// How updates become classes, and the types of weights and moments.
+/// The parameters that turn updates into classes, and the types of weights and moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Update {
@@ -186,9 +187,9 @@ pub struct Update {
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub struct Step {
-    /// What weights are multiplied by.
+    /// The factor of the weights.
     pub keep: f32,
-    /// What updates are multiplied by.
+    /// The factor of the updates.
     pub rate: f32,
     /// Added to the roots of second moments.
     pub epsilon: f32,
@@ -200,7 +201,7 @@ pub struct Step {
     pub reserved: u8,
 }
 
-/// What the offsets of rows and columns are added to. Those of the chunk's rows follow, 2 bytes each.
+/// The parameters of the sums of row and column offsets. The offsets of the chunk's rows follow, 2 bytes each.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct Offsets {
@@ -310,7 +311,7 @@ pub struct EncodeChunk {
     pub sparse: u8,
     /// Exponent of class 0, and the shift of exponents below it, for contexts.
     pub class: [u8; 2],
-    /// Addresses of what the values are predicted from; see [`PARENT`], [`OFFSETS`], [`COLUMNS`], [`FIRST`], [`SECOND`],
+    /// Addresses of the prediction's inputs; see [`PARENT`], [`OFFSETS`], [`COLUMNS`], [`FIRST`], [`SECOND`],
     /// [`UPDATE`].
     pub inputs: [u64; MAX_INPUTS],
     /// Index of the chunk's first value in its tensor.
@@ -341,7 +342,7 @@ pub struct ResultStream {
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct EncodeResult {
-    /// Where the frame starts in the batch's frames.
+    /// Offset of the frame in the batch's frames.
     pub offset: u64,
     /// Bytes of the frame.
     pub len: u32,
@@ -367,7 +368,7 @@ pub struct EncodeResult {
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub struct DecodeStream {
-    /// Where it starts in the frame.
+    /// Its offset in the frame.
     pub offset: u32,
     /// Its bytes there.
     pub len: u32,
@@ -415,7 +416,7 @@ pub struct DecodeChunk {
     pub crc_raw: u32,
     /// The streams.
     pub streams: [DecodeStream; MAX_PLANES],
-    /// Addresses of what the values were predicted from, as in [`EncodeChunk::inputs`].
+    /// Addresses of the prediction's inputs, as in [`EncodeChunk::inputs`].
     pub inputs: [u64; MAX_INPUTS],
     /// Index of the chunk's first value in its tensor.
     pub first: u64,
@@ -441,6 +442,17 @@ pub struct CopySpan {
     pub to: u64,
     /// Number of bytes; see [`COPY_SPAN_BYTES`].
     pub len: u64,
+}
+
+impl CopySpan {
+    /// Spans of at most [`COPY_SPAN_BYTES`] that copy `len` bytes together.
+    pub fn cut(from: u64, to: u64, len: u64) -> impl Iterator<Item = Self> {
+        (0..len).step_by(COPY_SPAN_BYTES as usize).map(move |first| Self {
+            from: from + first,
+            to: to + first,
+            len: COPY_SPAN_BYTES.min(len - first),
+        })
+    }
 }
 
 /// Evenly spaced rows of bytes to copy, which end up one after the other.
@@ -485,7 +497,7 @@ const _: () = {
     assert!(size_of::<CrcSpan>() == 16);
 };
 
-/// Which kernels a chunk is for. Batches are sorted by it.
+/// The kernels that a chunk is for. Batches are sorted by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Route {
     /// Layout `fields` of 2-byte values, exponents by rANS with P = 8, the rest raw.

@@ -1,4 +1,4 @@
-//! Chunks whose planes a library codes in blocks: what `kernels/blocks.cuh` does before and after it.
+//! Chunks whose planes a library codes in blocks: the steps of `kernels/blocks.cuh` before and after that.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -80,8 +80,8 @@ impl Stream {
         unsafe { self.launch(k.split_planes, batch.count, threads::COMPOSED, &mut args) }
     }
 
-    /// Queues building frames, with their checksums, from planes that were split and what a library
-    /// made of them.
+    /// Queues building frames, with their checksums, from planes that were split and from the
+    /// library's output.
     ///
     /// # Safety
     /// As [`Stream::split_planes`].

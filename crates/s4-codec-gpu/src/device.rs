@@ -29,8 +29,13 @@ unsafe impl Sync for Device {}
 
 /// While this lives, a device's context is current on this thread. Dropping it restores the
 /// previous one, so that a framework finds the thread as it left it.
+///
+/// Meanwhile the thread may call what a capture of a CUDA graph on another thread forbids all threads by default, such as
+/// the allocation of memory: nothing here is part of a capture.
 #[derive(Debug)]
 pub struct Current<'a> {
+    /// The thread's earlier treatment of captures.
+    captures: sys::CUstreamCaptureMode,
     /// A context is current for one thread.
     _thread: PhantomData<(*const (), &'a Device)>,
 }
@@ -38,9 +43,17 @@ pub struct Current<'a> {
 impl Drop for Current<'_> {
     fn drop(&mut self) {
         let mut popped = std::ptr::null_mut();
+        exchange_captures(self.captures);
         // SAFETY: takes off what `Device::enter` put on. An error leaves nothing to be done.
         let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
     }
+}
+
+/// Sets this thread's treatment of captures of CUDA graphs, and returns the earlier one.
+fn exchange_captures(mut mode: sys::CUstreamCaptureMode) -> sys::CUstreamCaptureMode {
+    // SAFETY: reads and writes the mode. It fails only for modes that do not exist.
+    let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    mode
 }
 
 impl Device {
@@ -103,7 +116,8 @@ impl Device {
         // SAFETY: the context is held as long as `self` lives.
         let pushed = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
         pushed.result().on(self.ordinal(), "enter its context")?;
-        Ok(Current { _thread: PhantomData })
+        let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        Ok(Current { captures: exchange_captures(relaxed), _thread: PhantomData })
     }
 
     /// Free and total device memory, in bytes, as the driver counts them for all processes.
@@ -225,7 +239,7 @@ unsafe impl Sync for Stream {}
 
 impl Stream {
     /// A stream of one's own, of the lowest priority: kernels of streams with a higher one go
-    /// first. (The framework's streams have the lowest, too, unless they are told otherwise.) It
+    /// first. (The framework's streams have the lowest, too, unless configured otherwise.) It
     /// does not wait for the legacy default stream unless [`Stream::wait_for`] says so.
     ///
     /// # Errors
@@ -267,11 +281,24 @@ impl Stream {
     /// Makes what is queued here from now on wait for all work queued on `other` so far.
     ///
     /// # Errors
-    /// `Driver`.
+    /// `Driver`; `Argument` if a CUDA graph is being captured on `other`: its work does not run yet.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
+        if other.is_capturing()? {
+            let what = "a CUDA graph is being captured on the stream that writes the values";
+            return Err(GpuError::Argument(what.into()));
+        }
         let event = Event::new(&other.device)?;
         event.record(other)?;
         self.wait(&event)
+    }
+
+    fn is_capturing(&self) -> Result<bool> {
+        let _current = self.device.enter()?;
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the handle is alive, and `status` is written.
+        let known = unsafe { sys::cuStreamIsCapturing(self.handle, &mut status) };
+        known.result().on(self.device.ordinal(), "ask whether a graph is captured on a stream")?;
+        Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
     /// Makes what is queued here from now on wait for an event.

@@ -1,4 +1,4 @@
-//! What can go wrong on a GPU, by what the caller can do about it.
+//! GPU errors, by what the caller can do about them.
 
 use cudarc::driver::{DriverError, sys};
 
@@ -18,17 +18,17 @@ pub enum GpuError {
         device: u32,
         /// Bytes that were asked for.
         bytes: u64,
-        /// What for.
+        /// The purpose of the memory.
         what: &'static str,
     },
     /// The work does not fit the memory that the caller allows: raise the budget.
     #[error("{what} needs {needed} bytes, and the budget is {budget}")]
     Budget {
-        /// What does not fit.
+        /// The purpose of the memory.
         what: &'static str,
-        /// The least that would do.
+        /// The least budget that would do, in bytes.
         needed: u64,
-        /// What is allowed.
+        /// The budget, in bytes.
         budget: u64,
     },
     /// The driver refused a call, or an earlier kernel of this process failed.
@@ -36,7 +36,7 @@ pub enum GpuError {
     Driver {
         /// Ordinal of the device.
         device: u32,
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
         /// The driver's name for the error, and its text.
         reason: String,
@@ -57,7 +57,7 @@ pub(crate) fn words(e: DriverError) -> String {
     format!("{}: {}", text(e.error_name()), text(e.error_string()))
 }
 
-/// What a failed allocation means for the caller.
+/// The error for a failed allocation.
 pub(crate) fn allocation_failed(
     e: DriverError,
     device: u32,

@@ -10,7 +10,7 @@ use crate::error::{Result, allocation_failed};
 /// Less than this is allocated, not mapped in whole pages: a device with little memory left should not lose more.
 const LARGE: u64 = 32 << 20;
 
-/// Device memory of its own, outside any pool: any stream may use it at once.
+/// Device memory of its own, outside any pool: any stream may use it immediately.
 ///
 /// Mapping gigabytes takes a fraction of a millisecond, while growing a memory pool takes
 /// milliseconds. Giving them back does not wait for other work of the device, as `cuMemFree` would.
@@ -65,7 +65,7 @@ impl DeviceMapping {
 impl Drop for DeviceMapping {
     fn drop(&mut self) {
         let Ok(_current) = self.stream.device().enter() else { return };
-        // SAFETY: the stream is alive. An error means that the device is gone, and its memory with it.
+        // SAFETY: the stream is alive. An error means that the device was lost, and its memory with it.
         if unsafe { result::stream::synchronize(self.stream.handle()) }.is_err() {
             return;
         }

@@ -12,8 +12,8 @@ use crate::pinned::Pinned;
 
 /// Scratch memory of one device, within a hard budget.
 ///
-/// It holds back no memory from the framework and takes none of the framework's: a buffer goes back
-/// to the device when it is dropped.
+/// It uses memory outside the framework's allocator and caches none: a buffer goes back to the device when
+/// it is dropped.
 #[derive(Debug)]
 pub struct Pool {
     device: Arc<Device>,
@@ -23,13 +23,13 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool that never hands out more than `budget` bytes at once.
+    /// A pool that never hands out more than `budget` bytes at the same time.
     pub fn new(device: &Arc<Device>, budget: u64) -> Arc<Self> {
         let (used, peak) = Default::default();
         Arc::new(Self { device: Arc::clone(device), budget, used, peak })
     }
 
-    /// The most bytes that may be handed out at once.
+    /// The most bytes that may be handed out at the same time.
     pub fn budget(&self) -> u64 {
         self.budget
     }
@@ -39,7 +39,7 @@ impl Pool {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// The most bytes that were handed out at once.
+    /// The most bytes that were handed out at the same time.
     pub fn high_water(&self) -> u64 {
         self.peak.load(Ordering::Relaxed)
     }

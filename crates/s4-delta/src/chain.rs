@@ -14,7 +14,7 @@ use s4_format::Error;
 /// - `Corrupt` if a checkpoint is its own ancestor.
 /// - `Limit` if the chain has more than `max` checkpoints; `parent` is called for no more than
 ///   `max` of them.
-/// - What `parent` returns.
+/// - The errors of `parent`.
 pub fn chain<Id, E>(
     head: Id,
     max: usize,

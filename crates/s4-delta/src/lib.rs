@@ -5,7 +5,7 @@
 //! - [`Tree`]: which earlier checkpoint becomes the parent, so that chains stay short.
 //! - [`policy`]: when the next checkpoint should be a base.
 //!
-//! What is deliberately absent: I/O (parents are slices and closures); the predictors, which are in
+//! Deliberately absent: I/O (parents are slices and closures); the predictors, which are in
 //! `s4-predict`, and the choice among them, which the engine makes; roles and names of tensors; and
 //! checksums, which the engine checks after prediction is undone.
 #![forbid(unsafe_code)]

@@ -10,7 +10,7 @@ use crate::Tree;
 /// The sizes of a listed checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckpointSize {
-    /// How many checkpoints were saved since the base, this one included ([`Tree`]); 0 for the base.
+    /// Number of checkpoints saved since the base, this one included ([`Tree`]); 0 for the base.
     pub since_base: u32,
     /// Bytes that it takes in the store.
     pub stored: u64,
@@ -18,7 +18,7 @@ pub struct CheckpointSize {
     pub raw: u64,
 }
 
-/// What is known about the next checkpoint before it is written.
+/// Facts about the next checkpoint that are known before it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Next {
     /// Bytes of its tensors' values.
@@ -30,9 +30,9 @@ pub struct Next {
 /// The rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// How many checkpoints share a base, and which of them is the parent of each.
+    /// The number of checkpoints that share a base, and the parent of each of them.
     pub tree: Tree,
-    /// How many of the base's newest deltas are checked for whether deltas still pay; 0 for no such
+    /// Number of the base's newest deltas that are checked for whether deltas still pay; 0: no
     /// check.
     pub recent: usize,
     /// A base is due if the recent deltas take, on average, at least this many thousandths of what
@@ -50,12 +50,12 @@ impl Policy {
     }
 }
 
-/// What the next checkpoint should be.
+/// The decision on the next checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Choice {
+pub enum Decision {
     /// A delta.
     Delta {
-        /// How many checkpoints were saved since the base, this one included.
+        /// Number of checkpoints saved since the base, this one included.
         since_base: u32,
         /// Index of its parent in the `chain` that was given.
         parent: usize,
@@ -89,31 +89,31 @@ impl fmt::Display for Reason {
 }
 
 impl Policy {
-    /// What the next checkpoint should be. `chain` is that of the checkpoint that it follows,
-    /// base first ([`crate::chain()`]), or empty if there is none. `deltas` are the deltas of that
-    /// base, oldest first; only the last [`Policy::recent`] of them count.
+    /// Decides on the next checkpoint. `chain` is that of the checkpoint that it follows, base
+    /// first ([`crate::chain()`]), or empty if there is none. `deltas` are the deltas of that base,
+    /// oldest first; only the last [`Policy::recent`] of them count.
     pub fn choose(
         &self,
         chain: &[CheckpointSize],
         deltas: &[CheckpointSize],
         next: Next,
-    ) -> Choice {
+    ) -> Decision {
         let (Some(base), Some(last)) = (chain.first(), chain.last()) else {
-            return Choice::Base(Reason::First);
+            return Decision::Base(Reason::First);
         };
         let since_base = last.since_base.saturating_add(1);
         let positions: Vec<u32> = chain.iter().map(|e| e.since_base).collect();
         let Some(parent) = self.tree.parent_in(since_base, &positions) else {
-            return Choice::Base(Reason::Full);
+            return Decision::Base(Reason::Full);
         };
         if at_least(next.changed, next.raw, self.changed) {
-            return Choice::Base(Reason::Changed);
+            return Decision::Base(Reason::Changed);
         }
         let recent = &deltas[deltas.len().saturating_sub(self.recent)..];
         if !recent.is_empty() && recent.len() == self.recent && self.no_longer_pay(*base, recent) {
-            return Choice::Base(Reason::NotPaying);
+            return Decision::Base(Reason::NotPaying);
         }
-        Choice::Delta { since_base, parent }
+        Decision::Delta { since_base, parent }
     }
 
     /// Compares stored bytes per byte of values, because the base may have had other tensors.
@@ -152,20 +152,20 @@ mod tests {
     }
 
     /// The choice after checkpoints of these sizes, of which the first is the base of the others.
-    fn after(policy: Policy, stored: &[u64], next: Next) -> Choice {
+    fn after(policy: Policy, stored: &[u64], next: Next) -> Decision {
         let all = sizes(stored);
         let mut chain = all[..1].to_vec();
         chain.extend(all.last().filter(|e| e.since_base > 0));
         policy.choose(&chain, &all[1..], next)
     }
 
-    fn delta(since_base: u32, parent: usize) -> Choice {
-        Choice::Delta { since_base, parent }
+    fn delta(since_base: u32, parent: usize) -> Decision {
+        Decision::Delta { since_base, parent }
     }
 
     #[test]
     fn the_first_checkpoint_is_a_base_and_the_next_a_delta() {
-        assert_eq!(policy().choose(&[], &[], SAME), Choice::Base(Reason::First));
+        assert_eq!(policy().choose(&[], &[], SAME), Decision::Base(Reason::First));
         assert_eq!(after(policy(), &[700], SAME), delta(1, 0));
     }
 
@@ -173,24 +173,24 @@ mod tests {
     fn parents_are_those_of_the_tree_until_the_base_has_enough() {
         let mut chain = sizes(&[700]);
         let mut parents = vec![];
-        while let Choice::Delta { since_base, parent } = policy().choose(&chain, &[], SAME) {
+        while let Decision::Delta { since_base, parent } = policy().choose(&chain, &[], SAME) {
             parents.push(chain[parent].since_base);
             chain.truncate(parent + 1);
             chain.push(CheckpointSize { since_base, ..chain[0] });
         }
         assert_eq!(parents, [0, 0, 0, 0, 4, 4, 4, 0, 8, 8, 8, 0, 12, 12, 12]);
-        assert_eq!(policy().choose(&chain, &[], SAME), Choice::Base(Reason::Full));
+        assert_eq!(policy().choose(&chain, &[], SAME), Decision::Base(Reason::Full));
         let alone = Policy::new(Tree::new(1, 2));
-        assert_eq!(after(alone, &[700], SAME), Choice::Base(Reason::Full));
+        assert_eq!(after(alone, &[700], SAME), Decision::Base(Reason::Full));
         chain[1].since_base = u32::MAX;
-        assert_eq!(policy().choose(&chain, &[], SAME), Choice::Base(Reason::Full));
+        assert_eq!(policy().choose(&chain, &[], SAME), Decision::Base(Reason::Full));
     }
 
     #[test]
     fn deltas_that_no_longer_pay_end_the_chain() {
         let p = policy();
         assert_eq!(after(p, &[700, 690, 690], SAME), delta(3, 0));
-        assert_eq!(after(p, &[700, 690, 690, 690], SAME), Choice::Base(Reason::NotPaying));
+        assert_eq!(after(p, &[700, 690, 690, 690], SAME), Decision::Base(Reason::NotPaying));
         // One of the recent deltas still pays.
         assert_eq!(after(p, &[700, 690, 690, 300], SAME), delta(4, 0));
         // Only the newest deltas count, and sizes are compared per byte of values.
@@ -200,7 +200,7 @@ mod tests {
         assert_eq!(p.choose(&[grown[0], grown[3]], &grown[1..], SAME), delta(4, 0));
         let exact = Policy { recent: 1, not_paying: 900, ..p };
         assert_eq!(after(exact, &[1000, 899], SAME), delta(2, 0));
-        assert_eq!(after(exact, &[1000, 900], SAME), Choice::Base(Reason::NotPaying));
+        assert_eq!(after(exact, &[1000, 900], SAME), Decision::Base(Reason::NotPaying));
         let never = Policy { recent: 0, ..p };
         assert_eq!(after(never, &[700, 700, 700], SAME), delta(3, 0));
     }
@@ -209,7 +209,7 @@ mod tests {
     fn a_checkpoint_that_is_mostly_new_is_a_base() {
         let next = |changed| Next { raw: 1000, changed };
         assert_eq!(after(policy(), &[700], next(499)), delta(1, 0));
-        assert_eq!(after(policy(), &[700], next(500)), Choice::Base(Reason::Changed));
+        assert_eq!(after(policy(), &[700], next(500)), Decision::Base(Reason::Changed));
         assert_eq!(after(policy(), &[700], Next { raw: 0, changed: 0 }), delta(1, 0));
     }
 
@@ -217,7 +217,7 @@ mod tests {
     fn numbers_of_any_size_do_not_overflow() {
         let huge = [CheckpointSize { since_base: 0, stored: u64::MAX, raw: u64::MAX }; 5];
         let next = Next { raw: u64::MAX, changed: 1 };
-        assert_eq!(policy().choose(&huge, &huge, next), Choice::Base(Reason::NotPaying));
+        assert_eq!(policy().choose(&huge, &huge, next), Decision::Base(Reason::NotPaying));
         let empty = [CheckpointSize { since_base: 0, stored: 0, raw: 0 }; 5];
         assert_eq!(policy().choose(&empty, &empty, SAME), delta(1, 1));
     }

@@ -3,7 +3,7 @@
 use s4_format::{Error, ResidualId, Result};
 use s4_planes::{Kernels, Width};
 
-/// How the difference between elements and the parent's elements is written.
+/// The form of the difference between elements and the parent's elements.
 ///
 /// ```
 /// use s4_delta::Residual;

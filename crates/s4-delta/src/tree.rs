@@ -1,4 +1,4 @@
-//! Which earlier checkpoint is the parent of a delta.
+//! The choice of a delta's parent among earlier checkpoints.
 //!
 //! The checkpoints that share a base are numbered: the base is 0, the next one 1, and so on. If
 //! each were a delta of the one before, restoring the last would decode all of them; if each were a

@@ -14,7 +14,7 @@ use crate::scratch::sized;
 use crate::tables::SharedTables;
 use crate::{CpuEngine, Scratch};
 
-/// What decoding a chunk needs to know of its tensor.
+/// The properties of a tensor that decoding its chunks needs.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorSpec<'a> {
     /// Type of the elements.
@@ -32,7 +32,7 @@ pub struct TensorSpec<'a> {
 /// A chunk to decode.
 #[derive(Debug, Clone, Copy)]
 pub struct DecodeJob<'a> {
-    /// What decoding needs to know of its tensor.
+    /// The properties of its tensor.
     pub spec: &'a TensorSpec<'a>,
     /// Index of the chunk.
     pub chunk: u64,
@@ -45,7 +45,7 @@ pub struct DecodeJob<'a> {
     pub inputs: &'a [InputValues<'a>],
 }
 
-/// What decoding needs besides the streams themselves.
+/// Data that decoding needs besides the streams themselves.
 #[derive(Clone, Copy)]
 struct Given<'a> {
     prediction: Option<&'a Prediction<'a>>,
@@ -108,7 +108,8 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Decodes streams and undoes the prediction; returns the CRC-32C of `dst` if it is at hand.
+    /// Decodes streams and undoes the prediction; returns the CRC-32C of `dst` if it was computed
+    /// on the way.
     fn decode_predicted(
         &self,
         job: &DecodeJob<'_>,
@@ -144,8 +145,8 @@ impl CpuEngine {
         done.map(|()| None)
     }
 
-    /// Decodes streams and merges their planes. Returns the CRC-32C of `dst` if it is at hand and
-    /// `dst` holds values, not residuals.
+    /// Decodes streams and merges their planes. Returns the CRC-32C of `dst` if it was computed on
+    /// the way and `dst` holds values, not residuals.
     fn decode_streams(
         &self,
         spec: &TensorSpec<'_>,

@@ -18,7 +18,7 @@ use crate::{CpuEngine, PlaneCoding, Scratch, TensorPlan, TensorView};
 pub struct EncodeJob<'a> {
     /// The tensor.
     pub view: &'a TensorView<'a>,
-    /// How it is stored.
+    /// Its plan.
     pub plan: &'a TensorPlan,
     /// Index of the chunk.
     pub chunk: u64,
@@ -91,7 +91,7 @@ impl CpuEngine {
     }
 
     /// Encodes a chunk of a tensor and appends it to `frame`. If another thread changes values
-    /// meanwhile, each is stored as it was at some time.
+    /// meanwhile, each is stored as it was at some time during the call.
     ///
     /// # Errors
     /// `Limit` if the tensor has no such chunk; `Unsupported` if inputs of the plan are missing or

@@ -9,6 +9,7 @@ use s4_format::index::chunk_count;
 use s4_format::manifest::TensorRole;
 use s4_format::{DType, Error};
 
+use crate::error::TensorError;
 use crate::inputs::{Inputs, NoInputs};
 use crate::{EncodedChunk, Preset, TensorPlan, Values};
 
@@ -47,7 +48,7 @@ pub trait Engine {
         E: From<Self::Error> + From<TensorError> + Send;
 }
 
-/// A tensor, wherever its values are.
+/// A tensor, in host or device memory.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorValues<'a> {
     /// Type of the elements.
@@ -67,23 +68,13 @@ impl<'a> TensorValues<'a> {
     }
 }
 
-/// What is wrong with a tensor's data.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("tensor {tensor}: {source}")]
-pub struct TensorError {
-    /// Index of the tensor in the caller's list.
-    pub tensor: usize,
-    /// What is wrong; it names the chunk and the stream.
-    pub source: Error,
-}
-
 /// Tensors to encode, with everything needed for that.
 pub struct Jobs<'a, E> {
     /// The tensors, all in memory that the engine can read.
     pub tensors: &'a [TensorValues<'a>],
     /// The plan of each tensor.
     pub plans: &'a [TensorPlan],
-    /// What the chunks of deltas are predicted from.
+    /// The inputs that the chunks of deltas are predicted from.
     pub inputs: &'a dyn Inputs<E>,
     /// The caller's threads; without a pool, the calling thread does the work.
     pub pool: Option<&'a ThreadPool>,

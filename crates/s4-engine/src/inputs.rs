@@ -1,4 +1,4 @@
-//! What tensors are predicted from: values of a parent checkpoint, and of other tensors of the same checkpoint.
+//! The inputs of predictions: values of a parent checkpoint, and of other tensors of the same checkpoint.
 
 use std::sync::Arc;
 
@@ -11,8 +11,8 @@ use crate::{
     TensorSpec,
 };
 
-/// What tensors, given by index, are or may be predicted from. Before it starts with a group of
-/// chunks, an engine asks once for all of them.
+/// The inputs that tensors, given by index, are or may be predicted from. Before it starts with a
+/// group of chunks, an engine asks once for all of them.
 pub trait Inputs<E>: Sync {
     /// The parent's manifest, and the index in it of the tensor that this one may be a delta of.
     fn parent(&self, tensor: usize) -> Option<(Digest, u32)> {
@@ -29,8 +29,8 @@ pub trait Inputs<E>: Sync {
         Ok(vec![vec![]; tensors.len()])
     }
 
-    /// What the rows and columns of a tensor's parent predict for its values, if the parent is
-    /// stored with them. Called after [`Inputs::samples`].
+    /// The prediction that the rows and columns of a tensor's parent make for its values, if the
+    /// parent is stored with them. Called after [`Inputs::samples`].
     ///
     /// # Errors
     /// Any failure to read it.
@@ -46,7 +46,7 @@ pub trait Inputs<E>: Sync {
         &[]
     }
 
-    /// What was chosen for a tensor in an earlier checkpoint.
+    /// The choice made for a tensor in an earlier checkpoint.
     fn choice(&self, tensor: usize) -> Option<Choice> {
         let _ = tensor;
         None
@@ -58,7 +58,7 @@ pub trait Inputs<E>: Sync {
     }
 
     /// Takes a tensor's values at [`crate::parent_probes`], one run after the other: a later checkpoint's
-    /// [`Inputs::samples`]. Called from many threads at once.
+    /// [`Inputs::samples`]. Called from many threads in parallel.
     fn keep_sample(&self, tensor: usize, values: &[u8]) {
         let _ = (tensor, values);
     }
@@ -78,7 +78,7 @@ pub trait Inputs<E>: Sync {
     fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, E>;
 
     /// The values of an [`Input::Late`]: where they lie, or in `buffer`. Empty if they belong to a tensor of the same
-    /// checkpoint and are no longer what was stored of it: the chunk is then stored plain.
+    /// checkpoint and have changed since they were stored: the chunk is then stored plain.
     ///
     /// # Errors
     /// Any failure to read them.
@@ -107,8 +107,8 @@ pub struct InputSize {
 pub enum Input<'a> {
     /// In the memory of the chunk's device.
     Device(DeviceMemory),
-    /// In host memory. Empty if they belong to a tensor of the same checkpoint and are no longer
-    /// what was stored of it.
+    /// In host memory. Empty if they belong to a tensor of the same checkpoint and have changed
+    /// since they were stored.
     Host(Bytes),
     /// In the memory of the chunk's device, where they may change. They are used only if a copy,
     /// taken as consecutive parts, has the bytes and CRC-32C of each part that were stored.
@@ -119,7 +119,7 @@ pub enum Input<'a> {
         parts: Vec<(u64, u32)>,
     },
     /// Frames to decode them from: the first one on its own, each later one as a difference from
-    /// what was decoded before.
+    /// the values decoded before.
     Frames(Vec<InputFrame<'a>>),
     /// Read through [`Inputs::read`] by the thread that needs them, when it needs them: they are
     /// then in its cache.
@@ -129,7 +129,7 @@ pub enum Input<'a> {
 /// A frame that an input's values are decoded from.
 #[derive(Debug, Clone)]
 pub struct InputFrame<'a> {
-    /// What decoding needs to know of its tensor.
+    /// The properties of its tensor.
     pub spec: TensorSpec<'a>,
     /// Its record.
     pub record: ChunkRecord,
@@ -181,7 +181,7 @@ pub(crate) fn decode_frames(
     let mut values = vec![0; bytes];
     for (i, f) in frames.iter().enumerate() {
         let (spec, record, frame) = (&f.spec, &f.record, &f.bytes[..]);
-        // All but the first are differences from what was decoded before.
+        // All but the first are differences from the values decoded before.
         let inputs: &[InputValues<'_>] = if i == 0 { &[] } else { &[InputValues::Destination] };
         let job = DecodeJob { spec, chunk, record, frame, inputs };
         let decoded = cpu.decode(&job, scratch, &mut values);

@@ -1,11 +1,11 @@
 //! Plans, encodes and decodes tensors into chunks.
 //!
-//! An [`Engine`] plans and encodes tensors: the [`CpuEngine`] tensors of the host, on threads that its caller gives
-//! it, the CUDA engine tensors of devices. Both give the same bytes, for any number of threads. The planner samples
+//! An [`Engine`] plans and encodes tensors: the [`CpuEngine`] those in host memory, on threads that its caller gives
+//! it, the CUDA engine those in device memory. Both give the same bytes, for any number of threads. The planner samples
 //! fixed positions of a tensor and compares integer costs, so the plan too depends only on the data, the preset, the
 //! version and, if one is given, the [`Choice`] that was made for the tensor before.
 //!
-//! Deliberately absent: where chunks are kept, names of tensors, threads, clocks.
+//! Deliberately absent: the storage of chunks, names of tensors, threads, clocks.
 
 mod chunk;
 mod closed;
@@ -14,6 +14,7 @@ pub mod cuda;
 mod decode;
 mod encode;
 mod engine;
+mod error;
 mod inputs;
 mod moments;
 mod once;
@@ -37,7 +38,8 @@ use threads::ScratchPool;
 pub use chunk::chunk_log2;
 pub use decode::{DecodeJob, TensorSpec};
 pub use encode::{EncodeJob, EncodedChunk};
-pub use engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
+pub use engine::{EncodedFrame, Engine, Jobs, TensorValues};
+pub use error::TensorError;
 pub use inputs::{Input, InputFrame, InputSize, Inputs, NoInputs};
 pub use moments::{Moment, may_use_moments, moment_dtypes};
 pub use plan::{PlaneCoding, TensorPlan};
@@ -45,11 +47,12 @@ pub use planner::{
     Choice, MomentSample, ParentSample, PlanJob, expected_of, makes_copies, parent_probes,
 };
 pub use predict::InputValues;
+pub use s4_codec_cpu as codec;
 pub use s4_predict::rank1::Expected;
 pub use scratch::Scratch;
 pub use values::{DeviceMemory, Values};
 
-/// How much effort goes into making a tensor smaller: the one knob.
+/// The effort put into making a tensor smaller: the only setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Preset {
     /// Planes, with order-0 entropy coding: keeps up with the link.
@@ -132,6 +135,12 @@ impl CpuEngine {
             predictors: predictors(),
             idle: ScratchPool::default(),
         }
+    }
+
+    /// The engine with further codecs; those with the same ids are replaced.
+    #[must_use]
+    pub fn and_codecs(self, codecs: &Codecs) -> Self {
+        Self { codecs: self.codecs.with_all(codecs), ..self }
     }
 
     /// The engine with the given predictors instead of the project's own.

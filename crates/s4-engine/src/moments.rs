@@ -12,7 +12,7 @@ use s4_predict::update::{Update, float_bits};
 use crate::planner::{MomentSample, allowed};
 use crate::{Preset, Values, chunk_log2, copy_once, parent_probes};
 
-/// A moment of a tensor, with as many values as the tensor, and what was stored of it.
+/// A moment of a tensor, with as many values as the tensor, and the records of its stored values.
 #[derive(Debug, Clone, Copy)]
 pub struct Moment<'a> {
     /// Its index in the tensor table.
@@ -49,8 +49,8 @@ pub fn moment_dtypes(plan: &Plan, side: &Side) -> Result<(DType, Option<DType>)>
             (step.first, step.second)
         }
         _ => {
-            let [first, second] = Update::parse(side.get(SideKind::CONTEXTS))?.moments;
-            (first, Some(second))
+            let update = Update::parse(side.get(SideKind::CONTEXTS))?;
+            (update.first, update.second)
         }
     };
     if plan.moments().len() != 1 + usize::from(second.is_some()) {
@@ -59,7 +59,7 @@ pub fn moment_dtypes(plan: &Plan, side: &Side) -> Result<(DType, Option<DType>)>
     Ok((first, second))
 }
 
-/// Whole chunks of a moment that cover some of its values, with the checksum of what was stored of each.
+/// Whole chunks of a moment that cover some of its values, with the checksum of each as it was stored.
 pub(crate) struct Cover {
     /// Each chunk's bytes within the tensor.
     pub(crate) parts: Vec<(Range<u64>, u32)>,
@@ -92,7 +92,7 @@ impl Moment<'_> {
     }
 
     /// Copies `count` values in host memory from index `first` on to `buffer`, and returns where
-    /// they lie in it. `None`: they are no longer what was stored, which is all that a reader has.
+    /// they lie in it. `None`: they have changed since they were stored, and a reader has only the stored ones.
     ///
     /// # Errors
     /// Those of [`Moment::cover`]; `Unsupported` if the values are in device memory.

@@ -1,4 +1,4 @@
-//! What the planner decides and the encoder does.
+//! Plans: the planner makes them, and the encoder carries them out.
 
 use s4_format::side::{Side, SideKind};
 use s4_format::{CodecId, Plan, Result};
@@ -6,8 +6,8 @@ use s4_format::{CodecId, Plan, Result};
 use crate::planner::Choice;
 use crate::tables::SharedTables;
 
-/// How one plane is coded: a bitstream and its parameter. In each chunk, a constant plane is stored
-/// as its constant, and one that coding does not make smaller is stored raw.
+/// The coding of one plane: a bitstream and its parameter. In each chunk, a constant plane is
+/// stored as its constant, and one that coding does not make smaller is stored raw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneCoding {
     /// The bitstream; the engine must have its codec.
@@ -38,7 +38,7 @@ impl PlaneCoding {
     }
 }
 
-/// What the planner chose for a tensor.
+/// The planner's decisions for a tensor.
 #[derive(Debug, Clone)]
 pub struct TensorPlan {
     /// Predictor, residual and layout, as the manifest keeps them.
@@ -49,7 +49,7 @@ pub struct TensorPlan {
     pub chunk_log2: u8,
     /// Side data that the chunks need, except shared tables.
     pub side: Side,
-    /// What lets the planner choose faster for the same tensor of a later checkpoint.
+    /// Lets the planner choose faster for the same tensor of a later checkpoint.
     pub choice: Option<Choice>,
     /// Bit mask of the planes whose symbols all use one table, whatever their contexts.
     pub(crate) one_table: u8,
@@ -70,6 +70,24 @@ impl TensorPlan {
             shared: vec![],
             choice: None,
         }
+    }
+
+    /// Replaces the planner's coding of a plane. A number beyond the planes of the layout has no effect.
+    pub fn code(&mut self, plane: usize, coding: PlaneCoding) {
+        let Some(planned) = self.planes.get_mut(plane) else { return };
+        if *planned == coding {
+            return;
+        }
+        *planned = coding;
+        if let Some(tables) = self.shared.get_mut(plane) {
+            tables.clear();
+        }
+    }
+
+    /// The plan for chunks that are all plain: they are their values, so it needs no inputs and no side data.
+    #[must_use]
+    pub fn of_plain_chunks(self) -> Self {
+        Self { plan: Plan::direct(self.plan.layout), side: Side::default(), ..self }
     }
 
     /// The side data that the index keeps. `shared`: whether any chunk used the shared tables.

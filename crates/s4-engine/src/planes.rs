@@ -16,7 +16,7 @@ pub(crate) struct Layout {
     width: Width,
 }
 
-/// Where a plane is after decoding.
+/// The place of a plane after decoding.
 #[derive(Clone, Copy)]
 pub(crate) enum Stored<'a> {
     /// In the scratch memory.
@@ -128,7 +128,7 @@ impl Layout {
     }
 
     /// Merges planes into `dst`, taking those that were stored raw from the frame itself. If `sum`,
-    /// returns the CRC-32C of `dst` if it is at hand.
+    /// returns the CRC-32C of `dst` if it was computed on the way.
     pub(crate) fn merge(
         &self,
         sizes: &[usize],

@@ -17,7 +17,8 @@ pub struct Scratch {
     pub(crate) coded: [Option<usize>; MAX_PLANES],
     /// A stream whose end the previous one carried, put together again.
     pub(crate) joined: Vec<u8>,
-    /// What the stream decoded last carried, and in `tail` what the one before it carried.
+    /// The bytes that the stream decoded last carried, and in `tail` those that the one before it
+    /// carried.
     pub(crate) carry: Vec<u8>,
     pub(crate) tail: Vec<u8>,
     /// The end of a raw plane whose start lies in the frame.
@@ -29,11 +30,11 @@ pub struct Scratch {
     pub(crate) contexts: Vec<u8>,
     /// Values that are about to be split.
     pub(crate) piece: Vec<u8>,
-    /// What codecs keep from stream to stream.
+    /// State that codecs keep from stream to stream.
     pub(crate) work: Workspace,
     /// Bytes of the second plane of layout `token`.
     pub(crate) token_bits: usize,
-    /// What the planner counted.
+    /// The planner's counts.
     pub(crate) counted: Counted,
 }
 

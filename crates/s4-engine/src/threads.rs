@@ -6,7 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use rayon::ThreadPool;
 use s4_format::Error;
 
-use crate::engine::{Chunk, EncodedFrame, Engine, Jobs, TensorError, TensorValues, each};
+use crate::engine::{Chunk, EncodedFrame, Engine, Jobs, TensorValues, each};
+use crate::error::TensorError;
 use crate::inputs::{Input, Inputs, decode_frames, missing, missing_moments};
 use crate::planner;
 use crate::{
@@ -14,7 +15,7 @@ use crate::{
     TensorView, Values,
 };
 
-/// Tensors planned in one batch: the samples of this many parents are in memory at once.
+/// Tensors planned in one batch: the samples of this many parents are in memory at the same time.
 const PLANNED: usize = 64;
 
 /// Buffers that calls reuse, as many as threads needed at the same time.
@@ -239,7 +240,7 @@ impl CpuEngine {
         let mut given = [&[][..]; 3];
         given[0] = values.unwrap_or(&[]);
         let mut count = usize::from(values.is_some());
-        // Whether an input no longer holds what was stored of it.
+        // Whether an input has changed since it was stored.
         let mut gone = plan.plan.own_input().is_some() && values.is_some_and(<[u8]>::is_empty);
         if plan.plan.has_moments() {
             let moments = jobs.inputs.moments(tensor);

@@ -1,4 +1,4 @@
-//! Where values are: in the memory of the host or of a device.
+//! Values in the memory of the host or of a device.
 
 /// The values of a tensor: row-major, little-endian, without gaps.
 #[derive(Debug, Clone, Copy)]
@@ -65,7 +65,7 @@ impl DeviceMemory {
     ///   as this value or a copy of it is in use.
     /// - While a call works on them nothing else writes them, and, if the call writes them, nothing
     ///   else reads them either. (A call that encodes them stays sound if they change meanwhile,
-    ///   and stores each value as it was at some time: every byte is read once.)
+    ///   and stores each value as it was at some time during the call: every byte is read once.)
     pub unsafe fn new(ordinal: u32, address: u64, bytes: u64, stream: u64) -> Self {
         Self { ordinal, stream, address, bytes, fixed: false }
     }

@@ -1,7 +1,7 @@
 //! The CUDA kernels' device code, run on the CPU by a small emulator, against the CPU engine: the same
 //! frames byte for byte, values back bit for bit, and no stray access whatever a frame holds.
 //!
-//! It is here, and not beside the kernels, because it needs the engine that they are compared with.
+//! It is here, and not next to the kernels, because it needs the engine that they are compared with.
 
 #![expect(clippy::unwrap_used, reason = "a test; its helpers are no `#[test]` of their own")]
 
@@ -463,7 +463,7 @@ fn checksums_and_copies_are_right_at_any_address() {
     }
 }
 
-/// What the CPU decodes from a frame whose own checksum matches; `None` if it refuses the frame.
+/// The values that the CPU decodes from a frame whose own checksum matches; `None` if it refuses the frame.
 fn decode_on_cpu(e: &Expected, frame: &[u8], crc_encoded: u32) -> Option<Vec<u8>> {
     let shape = [(e.values.len() / e.dtype.size()) as u64];
     let spec = TensorSpec {

@@ -40,7 +40,7 @@ fn chunk(values: &[u8], chunk: u64) -> &[u8] {
     values.chunks(2 << s4_engine::chunk_log2(DTYPE)).nth(chunk as usize).unwrap()
 }
 
-/// Where parents are.
+/// The place of parents.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Given {
     Host,

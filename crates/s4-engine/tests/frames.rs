@@ -15,7 +15,7 @@ use s4_format::{
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Kernels, Simd, Width, token_bound};
 
-/// How a plane is coded, if it can be; otherwise it is raw.
+/// The coding of a plane, if it can be coded; otherwise it is raw.
 #[derive(Debug, Clone, Copy)]
 enum Coding {
     By(CodecId),

@@ -20,7 +20,7 @@ use s4_predict::{ContextModel, Known, NoContexts, Predict, Predicted, Predictors
 #[derive(Debug)]
 struct Nibbles;
 
-/// How many streams a thread coded.
+/// Number of streams that a thread coded.
 #[derive(Default)]
 struct Streams(usize);
 

@@ -19,10 +19,13 @@ use s4_predict::{Step, Update};
 
 const ALL: [(DType, Kind); 3] =
     [(DType::Float32, Kind::F32), (DType::BFloat16, Kind::BF16), (DType::Float16, Kind::F16)];
+const UPDATE: Update =
+    Update { floor: i16::MIN, offset: 8300, first: DType::Float32, second: Some(DType::Float32) };
 const CODINGS: [PlaneCoding; 2] = [PlaneCoding::RANS8, PlaneCoding::RANS12];
 
 fn plan(dtype: DType, update: Update, coding: PlaneCoding) -> TensorPlan {
-    let plan = Plan::update(Digest::of(b"parent"), 3, [4, 5]);
+    let moments = &[4, 5][..1 + usize::from(update.second.is_some())];
+    let plan = Plan::update(Digest::of(b"parent"), 3, moments);
     let planes = vec![coding; dtype.value_width()];
     let mut plan = TensorPlan::new(plan, planes, s4_engine::chunk_log2(dtype));
     plan.side.push(SideKind::CONTEXTS, update.to_bytes()).unwrap();
@@ -38,7 +41,7 @@ fn step_plan(dtype: DType, step: Step, layout: LayoutId, coding: PlaneCoding) ->
     plan
 }
 
-/// The chunk decoded over the parent's values, and beside them.
+/// The chunk decoded over the parent's values, and into other memory.
 fn decode(
     engine: &CpuEngine,
     view: &TensorView<'_>,
@@ -79,13 +82,13 @@ fn every_pattern_of_every_dtype_comes_back_and_every_simd_writes_the_same_bytes(
             let (data, inputs) =
                 (of(w, 0), [of(w, 1 + case % 4), of(m, case % 7), of(v, case % 5)]);
             let (floor, offset) = [(0, 0), (-3000, 9000), (i16::MIN, 2000)][case % 3];
-            let update = Update { floor, offset, moments: [dtypes[1], dtypes[2]] };
+            // SGD and Lion have no second moment.
+            let (first, second) = (dtypes[1], (case % 4 > 0).then_some(dtypes[2]));
+            let update = Update { floor, offset, first, second };
             let view = TensorView { dtype: dtypes[0], shape: &[n as u64], data };
             let [keep, rate, epsilon] = [[0.9999, 3e-4, 1e-8], [1.0, 1.0, 0.0]][case % 2];
             let factors = StepFactors { keep, rate, epsilon };
-            // SGD has no second moment.
-            let second = (case % 4 > 0).then_some(dtypes[2]);
-            let step = Step { factors, first: dtypes[1], second };
+            let step = Step { factors, first, second };
             let layout = [LayoutId::BYTES, LayoutId::FIELDS, LayoutId::TOKEN][case % 3];
             let coding = CODINGS[case % 2];
             for plan in
@@ -127,9 +130,7 @@ fn what_moments_say_makes_a_step_smaller_and_their_sign_does() {
     let [now, before, m, v] = step(60_000);
     let engine = CpuEngine::new(Simd::detect());
     let view = TensorView { dtype: DType::Float32, shape: &[60_000], data: &now };
-    let moments = [DType::Float32; 2];
-    let told =
-        plan(DType::Float32, Update { floor: i16::MIN, offset: 8300, moments }, PlaneCoding::RANS8);
+    let told = plan(DType::Float32, UPDATE, PlaneCoding::RANS8);
     let len = |m: &[u8], v: &[u8]| {
         let encoded = encode(&engine, &view, &told, &[&before, m, v]).unwrap();
         for out in decode(&engine, &view, &told, &[&before, m, v], &encoded).unwrap() {
@@ -146,6 +147,33 @@ fn what_moments_say_makes_a_step_smaller_and_their_sign_does() {
 }
 
 #[test]
+fn a_first_moment_alone_tells_size_and_sign() {
+    let [_, before, m, v] = step(60_000);
+    // Momentum: the change is a part of the first moment.
+    let float = |bytes: &[u8]| f32::from_le_bytes(bytes.try_into().unwrap());
+    let now: Vec<u8> = before
+        .chunks(4)
+        .zip(m.chunks(4))
+        .flat_map(|(w, m)| (float(w) - 0.03 * float(m)).to_le_bytes())
+        .collect();
+    let engine = CpuEngine::new(Simd::detect());
+    let view = TensorView { dtype: DType::Float32, shape: &[60_000], data: &now };
+    let single = Update { offset: 1300, second: None, ..UPDATE };
+    let len = |update: Update, moments: &[&[u8]]| {
+        let told = plan(DType::Float32, update, PlaneCoding::RANS8);
+        let inputs = [&[&before[..]], moments].concat();
+        let encoded = encode(&engine, &view, &told, &inputs).unwrap();
+        for out in decode(&engine, &view, &told, &inputs, &encoded).unwrap() {
+            assert!(out == now);
+        }
+        encoded.1.len()
+    };
+    let right = len(single, &[&m]);
+    assert!(right + right / 12 < len(single, &[&before]), "{right}");
+    assert!(right < len(UPDATE, &[&m, &v]), "{right}");
+}
+
+#[test]
 fn chunks_of_fewer_values_than_their_tables_have_entries_come_back() {
     for n in (1..70).chain([255, 256, 257, 300, 513]) {
         let [now, before, m, v] = step(n);
@@ -154,8 +182,7 @@ fn chunks_of_fewer_values_than_their_tables_have_entries_come_back() {
         let shape = [n as u64];
         let view = TensorView { dtype: DType::Float32, shape: &shape, data: &now };
         for coding in CODINGS {
-            let update = Update { floor: i16::MIN, offset: 8300, moments: [DType::Float32; 2] };
-            let plan = plan(DType::Float32, update, coding);
+            let plan = plan(DType::Float32, UPDATE, coding);
             for simd in Simd::available() {
                 let engine = CpuEngine::new(simd);
                 let encoded = encode(&engine, &view, &plan, &[&before, &m, &v]).unwrap();
@@ -172,11 +199,11 @@ fn inputs_that_do_not_fit_are_refused() {
     let [now, before, m, v] = step(5000);
     let engine = CpuEngine::new(Simd::detect());
     let view = TensorView { dtype: DType::Float32, shape: &[5000], data: &now };
-    let update = Update { floor: 0, offset: 8300, moments: [DType::Float32; 2] };
+    let update = Update { floor: 0, ..UPDATE };
     let plan_of = |update| plan(DType::Float32, update, PlaneCoding::RANS8);
     let good = plan_of(update);
     let encoded = encode(&engine, &view, &good, &[&before, &m, &v]).unwrap();
-    let narrow = plan_of(Update { moments: [DType::Float32, DType::BFloat16], ..update });
+    let narrow = plan_of(Update { second: Some(DType::BFloat16), ..update });
     // A wrong offset is found by the checksum of the values.
     let other = plan_of(Update { offset: 8800, ..update });
     check_refusals(&engine, &view, [&good, &narrow, &other], [&before, &m, &v], &encoded);

@@ -36,10 +36,9 @@ pub(crate) fn inputs<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Input>, D::E
     List::<Input, MAX_INPUTS>::deserialize(d).map(|list| list.0)
 }
 
-/// A range in each dimension.
+/// A range in each dimension. It may be absent, but not `null`.
 pub(crate) fn region<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Vec<[u64; 2]>>, D::Error> {
-    let list = Option::<List<[u64; 2], MAX_RANK>>::deserialize(d)?;
-    Ok(list.map(|list| list.0))
+    List::<[u64; 2], MAX_RANK>::deserialize(d).map(|list| Some(list.0))
 }
 
 /// A list of at most `MOST` elements.

@@ -1,4 +1,4 @@
-//! Chunks: the record that says where one is, and the header that says what is in it.
+//! Chunks: the record that locates one, and the header that describes its contents.
 
 use crate::digest::crc32c_of_parts;
 use crate::error::{Error, Result};
@@ -7,8 +7,8 @@ use crate::layout::MAX_PLANES;
 use crate::limits::{ALIGN, MAX_CHUNK_BYTES};
 use crate::wire::Cursor;
 
-/// Where a chunk is, how long it is, and the checksums that its bytes must have. 24 bytes in a
-/// chunk table.
+/// The place and length of a chunk, and the checksums that its bytes must have. 24 bytes in a chunk
+/// table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkRecord {
     /// Offset of the first byte within the object.

@@ -7,9 +7,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::{Error, Result};
 
-/// How the bits of an element are organised, which a planner may exploit.
+/// The form of an element's bits, which a planner may exploit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum ElementForm {
     /// Sign, exponent and mantissa fields, as in IEEE 754; 16, 32 or 64 bits.
     Float,
     /// Integers, small floats, packed and unknown elements: bytes.
@@ -49,8 +49,8 @@ macro_rules! dtypes {
                 match self { $( Self::$name => $width * $count, )* }
             }
             /// The form of a value.
-            pub fn form(self) -> Form {
-                match self { $( Self::$name => Form::$form, )* }
+            pub fn form(self) -> ElementForm {
+                match self { $( Self::$name => ElementForm::$form, )* }
             }
         }
     };

@@ -2,10 +2,11 @@
 
 use std::fmt;
 
-/// Where in a checkpoint something is wrong: filled in from the inside out.
+/// The place in a checkpoint where something is wrong: filled in from the inside out.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Location {
-    /// What was being read: `footer`, `manifest`, `tensor table`, `chunk table`, `stream`...
+    /// The part that was being read: `footer`, `manifest`, `tensor table`, `chunk table`,
+    /// `stream`...
     pub part: Option<&'static str>,
     /// Name of the tensor.
     pub tensor: Option<String>,
@@ -44,39 +45,39 @@ impl fmt::Display for Location {
     }
 }
 
-/// What went wrong with bytes that were read.
+/// Errors in bytes that were read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The bytes contradict themselves or a checksum: read another copy.
     #[error("corrupt data ({location}): {what}")]
     Corrupt {
-        /// What is wrong.
+        /// The error.
         what: String,
-        /// Where.
+        /// Its place.
         location: Box<Location>,
     },
     /// The bytes end too early: the write did not finish, or the copy was cut.
     #[error("truncated data ({location}): {what}")]
     Truncated {
-        /// What is missing.
+        /// The missing part.
         what: String,
-        /// Where.
+        /// Its place.
         location: Box<Location>,
     },
     /// Well-formed, but this version or this machine cannot read it.
     #[error("unsupported ({location}): {what}")]
     Unsupported {
-        /// What is not supported, and what would be.
+        /// The unsupported feature, and what would be supported.
         what: String,
-        /// Where.
+        /// Its place.
         location: Box<Location>,
     },
     /// A limit of the format or of the caller would be exceeded.
     #[error("limit exceeded ({location}): {what}")]
     Limit {
-        /// Which limit.
+        /// The limit.
         what: String,
-        /// Where.
+        /// The place where it would be exceeded.
         location: Box<Location>,
     },
 }
@@ -101,7 +102,7 @@ impl Error {
     pub fn limit(what: impl Into<String>) -> Self {
         Self::Limit { what: what.into(), location: Box::default() }
     }
-    /// Where it went wrong.
+    /// The place of the error.
     pub fn location(&self) -> &Location {
         match self {
             Self::Corrupt { location, .. }

@@ -115,7 +115,7 @@ pub fn check_header(bytes: &[u8]) -> Result<()> {
     parse().map_err(|e| e.in_part("header"))
 }
 
-/// The footer: where the manifest is, and what it must hash to.
+/// The footer: the place of the manifest, and its hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footer {
     /// Offset of the manifest in the file.

@@ -1,6 +1,6 @@
 //! Ids of bitstreams, layouts, predictors and residuals.
 //!
-//! An id names what is on disk, never who wrote it: a CPU, a GPU kernel and a vendor library that
+//! An id names the data on disk, never its writer: a CPU, a GPU kernel and a vendor library that
 //! write the same bitstream share one id. Ids are append-only.
 
 use serde::{Deserialize, Serialize};
@@ -98,7 +98,7 @@ ids! {
 }
 
 ids! {
-    /// Which planes the values of a tensor are split into.
+    /// The planes that the values of a tensor are split into.
     LayoutId, "layout" {
         /// One plane: the elements as they are.
         WHOLE = 0, "whole", Open;
@@ -114,9 +114,9 @@ ids! {
 }
 
 ids! {
-    /// What the bits of an element are expected to be.
+    /// The prediction of an element's bits.
     PredictorId, "predictor" {
-        /// Nothing is expected.
+        /// No prediction.
         NONE = 0, "none", Open;
         /// The same tensor in the parent checkpoint.
         PARENT = 1, "parent", Open;
@@ -134,7 +134,7 @@ ids! {
 }
 
 ids! {
-    /// How the difference between an element and its prediction is written.
+    /// The form of the difference between an element and its prediction.
     ResidualId, "residual" {
         /// The element itself.
         ID = 0, "id", Open;
@@ -150,7 +150,7 @@ ids! {
 }
 
 ids! {
-    /// What selects, among a stream's tables, the one that a symbol is coded with.
+    /// The rule that selects, among a stream's tables, the one that a symbol is coded with.
     ContextsId, "contexts" {
         /// All symbols of a stream use one table.
         NONE = 0, "none", Open;
@@ -191,7 +191,7 @@ mod tests {
     fn what_is_not_built_is_refused_by_name() {
         let e = CodecId::NVCOMP_ANS.require_open().unwrap_err().to_string();
         assert!(e.contains("nvcomp-ans") && e.contains("closed"), "{e}");
-        assert!(PredictorId(7).require_open().unwrap_err().to_string().contains('7'));
+        assert!(PredictorId(99).require_open().unwrap_err().to_string().contains("99"));
         assert!(ResidualId(9).require_open().unwrap_err().to_string().contains('9'));
         assert!(LayoutId::FIELDS.require_open().is_ok());
     }

@@ -18,7 +18,7 @@ pub const RECORD_LEN: usize = 32;
 /// Bytes before the first record.
 pub const TABLE_HEADER_LEN: usize = 16;
 
-/// Where the side data and the chunk table of a tensor are: adjacent, in that order.
+/// The place of a tensor's side data and chunk table: adjacent, in that order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
     /// Offset of the first byte in the object that holds the index.
@@ -29,7 +29,7 @@ pub struct Block {
     pub crc: u32,
 }
 
-/// Where a tensor's values are.
+/// The place of a tensor's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorKind {
     /// In chunks of its own.
@@ -61,7 +61,7 @@ pub struct Tensor {
     pub shape: Vec<u64>,
     /// Index of the plan in the manifest; 0 and unused for a packed tensor.
     pub plan: u16,
-    /// Where the values are.
+    /// The place of the values.
     pub kind: TensorKind,
 }
 

@@ -18,7 +18,7 @@ use crate::limits::MAX_ENTRIES;
 /// each other may have at most [`MAX_ENTRIES`] members together.
 ///
 /// # Errors
-/// What is wrong with the text, and where. Callers report it as `Corrupt`.
+/// The error in the text, and its place. Callers report it as `Corrupt`.
 pub fn check(json: &[u8]) -> serde_json::Result<()> {
     let mut parser = serde_json::Deserializer::from_slice(json);
     let mut left = MAX_ENTRIES;
@@ -28,7 +28,8 @@ pub fn check(json: &[u8]) -> serde_json::Result<()> {
 
 /// A value of any type.
 struct AnyValue<'a> {
-    /// How many more members the open objects may have; an object returns its own when it ends.
+    /// Number of members that the open objects may still have; an object returns its own when it
+    /// ends.
     left: &'a mut usize,
 }
 

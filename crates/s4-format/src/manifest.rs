@@ -44,7 +44,7 @@ pub struct Object {
     pub blake3: Digest,
 }
 
-/// Where the tensor table is, and how many records it has.
+/// The place of the tensor table, and its number of records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorTable {
@@ -54,7 +54,7 @@ pub struct TensorTable {
     pub count: u32,
 }
 
-/// How the object that the caller saved is described.
+/// The form in which the object that the caller saved is described.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Form {
@@ -66,7 +66,7 @@ pub enum Form {
     Pickle,
 }
 
-/// What a tensor is to an optimizer.
+/// The role of a tensor in an optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RoleKind {
@@ -88,7 +88,7 @@ pub struct Role {
     pub tensor: u32,
     /// Number of the parameter that it belongs to.
     pub parameter: u32,
-    /// What it is to that parameter.
+    /// Its role for that parameter.
     pub kind: RoleKind,
     /// Index of the parameter's group in [`Roles::groups`].
     pub group: u32,
@@ -105,7 +105,7 @@ pub struct Roles {
     pub groups: Vec<BTreeMap<String, f64>>,
 }
 
-/// What the role table says about one tensor.
+/// The role table's entry for one tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TensorRole<'a> {
     /// The tensor's row.
@@ -158,7 +158,7 @@ pub struct Manifest {
     pub tensors: TensorTable,
     /// Plans; tensors refer to them by index.
     pub plans: Vec<Plan>,
-    /// How the saved object is described.
+    /// The form in which the saved object is described.
     pub form: Form,
     /// The saved object, if `form` is `tree`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -177,7 +177,7 @@ pub struct Manifest {
         deserialize_with = "bounded::map"
     )]
     pub metadata: BTreeMap<String, String>,
-    /// What each tensor is to the optimizer.
+    /// The role of each tensor in the optimizer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roles: Option<Roles>,
     /// The checkpoint that deltas are taken against.
@@ -429,8 +429,8 @@ mod tests {
     fn what_is_not_built_or_contradictory_is_refused() {
         let unsupported = |e: &Error| matches!(e, Error::Unsupported { .. });
         assert!(unsupported(&refused(|m| m.format.minor = 77)));
-        let e = refused(|m| m.plans[0].predictor = PredictorId(7));
-        assert!(unsupported(&e) && e.to_string().contains("predictor id 7"), "{e}");
+        let e = refused(|m| m.plans[0].predictor = PredictorId(99));
+        assert!(unsupported(&e) && e.to_string().contains("predictor id 99"), "{e}");
         let e = refused(|m| {
             m.closed_codecs = vec![ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major: 6 }];
         });

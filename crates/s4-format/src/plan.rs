@@ -1,6 +1,6 @@
 //! Plans: how a tensor is predicted, subtracted and split.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::bounded;
 use crate::digest::Digest;
@@ -13,7 +13,7 @@ use crate::limits::MAX_DEPENDENCY_DEPTH;
 #[serde(deny_unknown_fields)]
 pub struct Input {
     /// Hash of the manifest of the checkpoint that holds it; absent: this checkpoint.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "not_null")]
     pub manifest: Option<Digest>,
     /// Index of the tensor in that checkpoint's tensor table.
     pub tensor: u32,
@@ -26,20 +26,25 @@ pub struct Input {
     pub region: Option<Vec<[u64; 2]>>,
 }
 
+/// A member that may be absent, but not `null`.
+fn not_null<'de, D: Deserializer<'de>>(d: D) -> Result<Option<Digest>, D::Error> {
+    Digest::deserialize(d).map(Some)
+}
+
 /// Predictor, residual and layout of a tensor. The codec of each stream is in the header of each chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
-    /// What the elements are expected to be.
+    /// The prediction of the elements.
     pub predictor: PredictorId,
-    /// How the difference is written.
+    /// The form of the difference from the prediction.
     pub residual: ResidualId,
-    /// Which planes the result is split into.
+    /// The planes that the result is split into.
     pub layout: LayoutId,
-    /// What the prediction is made from.
+    /// The inputs of the prediction.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "bounded::inputs")]
     pub inputs: Vec<Input>,
-    /// Which of a stream's tables each symbol is coded with.
+    /// The rule that selects, among a stream's tables, the one that a symbol is coded with.
     #[serde(default, skip_serializing_if = "ContextsId::is_none")]
     pub contexts: ContextsId,
 }
@@ -107,9 +112,10 @@ impl Plan {
 
     /// The plan of a tensor that is stored as its difference from the tensor at index `tensor` of
     /// the checkpoint whose manifest has the hash `manifest`, with contexts from its moments.
-    /// `moments` are the indices of the first and second moment in the same checkpoint.
-    pub fn update(manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
-        let plan = Self::with_moments(LayoutId::BYTES, manifest, tensor, &moments);
+    /// `moments` are the indices of the first moment in the same checkpoint and, if the optimizer has one, of the
+    /// second.
+    pub fn update(manifest: Digest, tensor: u32, moments: &[u32]) -> Self {
+        let plan = Self::with_moments(LayoutId::BYTES, manifest, tensor, moments);
         Self { residual: ResidualId::DESCENT, contexts: ContextsId::UPDATE, ..plan }
     }
 
@@ -181,6 +187,8 @@ impl Plan {
         self.residual.require_open()?;
         self.layout.require_open()?;
         self.contexts.require_open()?;
+        let from_moments =
+            matches!(self.inputs.as_slice(), [other!(), own!()] | [other!(), own!(), own!()]);
         let fits = match self.predictor {
             PredictorId::NONE => self.residual == ResidualId::ID && self.inputs.is_empty(),
             PredictorId::RANK1 => self.residual == ResidualId::MAGNITUDE && self.inputs.is_empty(),
@@ -189,24 +197,20 @@ impl Plan {
                 inputs && self.residual == ResidualId::MAGNITUDE
             }
             PredictorId::STEP => {
-                let inputs = self.inputs.as_slice();
-                let inputs = matches!(inputs, [other!(), own!()] | [other!(), own!(), own!()]);
-                inputs && self.residual == ResidualId::SUB && self.contexts.is_none()
+                from_moments && self.residual == ResidualId::SUB && self.contexts.is_none()
             }
             PredictorId::PARENT => match self.residual {
                 ResidualId::XOR | ResidualId::SUB => {
                     matches!(self.inputs.as_slice(), [other!()])
                 }
-                ResidualId::DESCENT => {
-                    let inputs = matches!(self.inputs.as_slice(), [other!(), own!(), own!()]);
-                    inputs && self.contexts == ContextsId::UPDATE
-                }
+                ResidualId::DESCENT => from_moments && self.contexts == ContextsId::UPDATE,
                 _ => false,
             },
             PredictorId::CAST | PredictorId::SAME => {
                 self.residual == ResidualId::XOR && matches!(self.inputs.as_slice(), [own!()])
             }
-            _ => true,
+            // One that the format names and this list does not.
+            _ => false,
         };
         let fits = fits && (self.contexts.is_none() || self.may_have_contexts());
         if fits && (self.layout != LayoutId::TOKEN || self.residual == ResidualId::SUB) {
@@ -305,10 +309,44 @@ mod tests {
     fn plans_are_refused_by_name() {
         let mut p = Plan::direct(LayoutId::FIELDS);
         assert!(p.require_open().is_ok());
-        p.predictor = PredictorId(7);
-        assert!(p.require_open().unwrap_err().to_string().contains("predictor id 7"));
+        p.predictor = PredictorId(99);
+        assert!(p.require_open().unwrap_err().to_string().contains("predictor id 99"));
         p = Plan::direct(LayoutId::TOKEN);
         assert!(matches!(p.require_open(), Err(Error::Corrupt { .. })));
+    }
+
+    #[test]
+    fn each_predictor_has_its_residuals() {
+        let listed = [
+            (PredictorId::NONE, vec![ResidualId::ID]),
+            (PredictorId::PARENT, vec![ResidualId::XOR, ResidualId::SUB, ResidualId::DESCENT]),
+            (PredictorId::SAME, vec![ResidualId::XOR]),
+            (PredictorId::CAST, vec![ResidualId::XOR]),
+            (PredictorId::RANK1, vec![ResidualId::MAGNITUDE]),
+            (PredictorId::BLEND, vec![ResidualId::MAGNITUDE]),
+            (PredictorId::STEP, vec![ResidualId::SUB]),
+        ];
+        let parent = Input { manifest: Some(Digest::of(b"parent")), tensor: 7, region: None };
+        let update = [vec![parent.clone()], on(3)].concat();
+        let inputs = [vec![], on(3), vec![parent], update];
+        let fits = |predictor, residual| {
+            inputs.iter().any(|inputs| {
+                ContextsId::ALL.iter().any(|&contexts| {
+                    let inputs = inputs.clone();
+                    let layout = LayoutId::BYTES;
+                    let direct = Plan::direct(layout);
+                    let plan = Plan { predictor, residual, contexts, inputs, ..direct };
+                    let answer = plan.require_open();
+                    assert!(matches!(answer, Ok(()) | Err(Error::Corrupt { .. })), "{answer:?}");
+                    answer.is_ok()
+                })
+            })
+        };
+        let fitting = |&predictor: &PredictorId| {
+            let residuals = ResidualId::ALL.iter().copied().filter(|&r| fits(predictor, r));
+            (predictor, residuals.collect::<Vec<_>>())
+        };
+        assert_eq!(PredictorId::ALL.iter().map(fitting).collect::<Vec<_>>(), listed);
     }
 
     #[test]
@@ -342,14 +380,17 @@ mod tests {
     }
 
     #[test]
-    fn updates_have_a_parent_and_two_moments() {
-        let update = || Plan::update(Digest::of(b"parent"), 7, [3, 4]);
+    fn updates_have_a_parent_and_one_moment_or_two() {
+        let with = |moments: &[u32]| Plan::update(Digest::of(b"parent"), 7, moments);
+        assert!(with(&[3]).require_open().is_ok());
+        assert_eq!(with(&[3]).own_inputs().collect::<Vec<_>>(), [3]);
+        let update = || with(&[3, 4]);
         assert!(update().require_open().is_ok());
         assert_eq!(update().parent(), Some((Digest::of(b"parent"), 7)));
         assert!(update().has_moments() && update().own_input().is_none());
         assert_eq!(update().own_inputs().collect::<Vec<_>>(), [3, 4]);
         let refused: [fn(&mut Plan); 10] = [
-            |p| p.inputs.truncate(2),
+            |p| p.inputs.truncate(1),
             |p| p.inputs.push(p.inputs[1].clone()),
             |p| p.inputs.swap(0, 1),
             |p| p.inputs[2].manifest = p.inputs[0].manifest,

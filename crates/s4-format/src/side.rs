@@ -1,4 +1,4 @@
-//! Side data of a tensor: what its chunks need besides themselves.
+//! Side data of a tensor: the data that its chunks need besides themselves.
 //!
 //! Side data precedes the chunk table in the tensor's block. It consists of sections: a kind, a
 //! length and that many bytes, padded with zeros to a multiple of 8.
@@ -8,7 +8,7 @@ use crate::limits::MAX_SIDE;
 use crate::offsets;
 use crate::wire::{Cursor, fit};
 
-/// What a section holds.
+/// The kind of a section's contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SideKind(pub u32);
 

@@ -271,7 +271,7 @@ impl Kernels {
         }
     }
 
-    /// Layout `token`, for zigzag integers (what the `sub_..` methods leave): one token per
+    /// Layout `token`, for zigzag integers (the output of the `sub_..` methods): one token per
     /// element, and the bits that it does not hold, packed, at the start of `bits`. Returns the
     /// number of bytes; those of `bits` after them are unspecified.
     ///
@@ -411,8 +411,8 @@ impl Kernels {
         lanewise::add_magnitudes(self, width, buf, other);
     }
 
-    /// Writes, for each element, how far the 8 bits below its sign are below `top`, in units of `2^shift`, but no more than
-    /// `most`.
+    /// Writes, for each element, the distance of the 8 bits below its sign from `top` downwards, in units of `2^shift`,
+    /// but at most `most`.
     ///
     /// # Panics
     /// If the sizes are not `n * width` for `values` and `n` for `out`, or `shift` is 8 or more.
@@ -459,9 +459,9 @@ impl Kernels {
         lanewise::float_sizes(self, bits, values, out);
     }
 
-    /// Writes how large the updates of weights are, as classes of half an octave, 0 to 15. `values`
-    /// are the weights, the first and the second moments. With the bits of each as [`FloatBits`]
-    /// says, in 128ths of an octave:
+    /// Writes the sizes of the updates of weights, as classes of half an octave, 0 to 15. `values` are the weights, the
+    /// first and the second moments. If there are no second moments, they count as zeros. With the bits of each as
+    /// [`FloatBits`] says, in 128ths of an octave:
     ///
     /// ```text
     /// class = min(15, max(0, (max(first - (second >> 1), floor) - (weight & 7f80) + offset) >> 6))
@@ -475,15 +475,16 @@ impl Kernels {
         (floor, offset): (i16, i16),
         out: &mut [u8],
     ) {
-        for (bits, values) in values {
+        let has_second = !values[2].1.is_empty();
+        for (bits, values) in &values[..if has_second { 3 } else { 2 }] {
             assert_eq!(check_elements(bits.width(), values.len()), out.len(), "classes");
         }
         lanewise::update_classes(self, values, floor, offset, out);
     }
 
-    /// Writes what weights become by the step of an optimizer: `values` are the weights, the first and the second
-    /// moments. If there are no second moments, they count as zeros. In fp32, in this order, each operation rounded to
-    /// the nearest, ties to even, and each operand and result below 2^-125 in size replaced by +0:
+    /// Writes the weights after the step of an optimizer: `values` are the weights, the first and the second moments.
+    /// If there are no second moments, they count as zeros. In fp32, in this order, each operation rounded to the
+    /// nearest, ties to even, and each operand and result below 2^-125 in size replaced by +0:
     ///
     /// ```text
     /// x = weight * keep - first / (sqrt(second) + epsilon) * rate

@@ -22,7 +22,7 @@ use crate::{FloatBits, Kernels, Width};
 /// Values that an operation of several steps keeps on the stack at a time.
 const BLOCK: usize = 512;
 
-/// What the sums of a row are computed from, besides the columns.
+/// The inputs of the sums of a row, besides the columns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sums {
     pub(crate) base: u64,
@@ -259,7 +259,7 @@ vectorized! {
         W::zip(buf, other, |d, y| d.with_magnitude(d.magnitude().unzigzag().add(y)))
     }
 
-    /// How far exponents are below `top`, in units of `2^shift`, at most `most`.
+    /// The distance of exponents below `top`, in units of `2^shift`, at most `most`.
     fn classes(top: u8, shift: u32, most: u8, values: &[u8], out: &mut [u8]) [width: W] {
         W::each(values, out, |x| (top.saturating_sub(x.exponent()) >> shift).min(most))
     }
@@ -301,7 +301,10 @@ vectorized! {
         for (i, out) in out.chunks_mut(BLOCK).enumerate() {
             for (block, (bits, values)) in blocks.iter_mut().zip(values) {
                 let (first, width) = (i * BLOCK, bits.width().bytes());
-                float_sizes_of(bits, &values[first * width..(first + out.len()) * width], block);
+                // Without second moments, sizes remain zeros.
+                if let Some(values) = values.get(first * width..(first + out.len()) * width) {
+                    float_sizes_of(bits, values, block);
+                }
             }
             let [weight, m, v] = &blocks;
             for (((to, w), m), v) in out.iter_mut().zip(weight).zip(m).zip(v) {

@@ -1,6 +1,6 @@
 //! Splitting values into planes and merging them again; XOR and ordered differences.
 //!
-//! A *plane* holds one field, or one byte of a field, of many elements. Which planes there are is
+//! A *plane* holds one field, or one byte of a field, of many elements. The set of planes is
 //! the *layout*:
 //!
 //! | layout | element widths | planes |
@@ -18,7 +18,7 @@
 //! `fields-sign` of 2 and 4 bytes for AVX-512 and AVX2. XOR and the differences are portable code,
 //! compiled for each set. The rest is scalar, and so is `token`, which uses BMI2 where there is AVX2.
 //!
-//! What is deliberately absent: allocation, names of tensors, dtypes (callers pick a layout and a
+//! Deliberately absent: allocation, names of tensors, dtypes (callers pick a layout and a
 //! [`Width`]), and errors. The caller must pass correct sizes, which are asserted: a wrong size
 //! is a bug, not bad data. The one operation that reads data of unknown origin as more than plain
 //! bits, [`Kernels::merge_token`], returns an error instead.

@@ -1,4 +1,4 @@
-//! Which vector instructions the kernels use.
+//! The vector instructions that the kernels use.
 
 use std::fmt;
 use std::str::FromStr;

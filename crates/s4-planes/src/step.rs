@@ -15,9 +15,9 @@ const SMALLEST: u32 = 0x0100_0000;
 /// The constants of an optimizer's step. All are finite, and 0 or at least 2^-125 in size; `epsilon` has no sign.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepFactors {
-    /// What weights are multiplied by: 1 less the decay.
+    /// Factor of the weights: 1 less the decay.
     pub keep: f32,
-    /// What updates are multiplied by.
+    /// Factor of the updates.
     pub rate: f32,
     /// Added to the roots of second moments.
     pub epsilon: f32,

@@ -17,7 +17,7 @@ use s4_format::{Error, Result};
 
 use crate::Width;
 
-/// How many of a magnitude's bits, after the leading one, are part of the token.
+/// Number of a magnitude's bits, after the leading one, that are part of the token.
 pub(crate) const fn top_bits(bytes: usize) -> u32 {
     match bytes {
         1 => 4,
@@ -32,12 +32,12 @@ const fn max_bits(bytes: usize) -> u32 {
     8 * bytes as u32 - 2 - top_bits(bytes)
 }
 
-/// What a token stands for.
+/// The meaning of a token.
 #[derive(Clone, Copy)]
 struct Meaning {
     /// The zigzag integer, with zeros for the bits that are in the bit stream.
     base: u64,
-    /// How many bits are in the bit stream, or [`INVALID`].
+    /// Number of bits in the bit stream, or [`INVALID`].
     bits: u8,
 }
 
@@ -128,7 +128,7 @@ impl Writer<'_> {
     }
 }
 
-/// The token of an element, its bits in the bit stream, and how many they are.
+/// The token of an element, its bits in the bit stream, and their number.
 #[inline(always)]
 fn encode<const W: usize>(element: &[u8; W]) -> (u8, u64, u32) {
     let t = top_bits(W);

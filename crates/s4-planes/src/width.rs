@@ -33,7 +33,7 @@ impl Width {
     }
 }
 
-/// How the bits of a float are divided. The bits below the sign of a float are nearly its
+/// The bit fields of a float. The bits below the sign of a float are nearly its
 /// logarithm. Where 128ths of an octave are precise enough, 15 bits hold it, as in bf16: fp32 is
 /// truncated, and fp16 is shifted and moved to the exponent bias of the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,4 +1,4 @@
-//! Which of a stream's tables each symbol is coded with.
+//! The choice among a stream's tables for each symbol.
 
 use std::fmt::Debug;
 
@@ -7,7 +7,7 @@ use s4_planes::Kernels;
 
 use crate::Tensor;
 
-/// What a decoder knows before it decodes a plane of a chunk.
+/// The data that a decoder has before it decodes a plane of a chunk.
 #[derive(Debug, Clone, Copy)]
 pub struct Known<'a> {
     /// The kernels to compute with.
@@ -18,7 +18,7 @@ pub struct Known<'a> {
     pub first: u64,
     /// The layout of the planes.
     pub layout: LayoutId,
-    /// The planes before this one, in full: what values or residuals were split into.
+    /// The planes before this one, in full, of the values or residuals.
     pub planes: &'a [&'a [u8]],
     /// For each input of the predictor, its values at the chunk's positions.
     pub inputs: &'a [&'a [u8]],
@@ -47,7 +47,7 @@ pub trait ContextModel: Debug + Send + Sync {
     }
 }
 
-/// One table for every plane: what all predictors of this crate have.
+/// One table for every plane, as all predictors of this crate have.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoContexts;
 

@@ -11,12 +11,12 @@
 //!   decodes the plane: [`Exponents`] from the exponents of an input, [`Updates`] also from the
 //!   moments.
 //!
-//! A decoder repeats everything here exactly: integer arithmetic, and for [`Steps`] floating-point arithmetic that gives
-//! the same bits everywhere. What a decoder needs and
-//! cannot derive is stored as side data; nothing that was fitted is ever computed again.
+//! A decoder repeats everything here exactly: integer arithmetic, and for [`Steps`] floating-point arithmetic that
+//! gives the same bits everywhere. Data that a decoder needs and cannot derive is stored as side data; nothing that was
+//! fitted is ever computed again.
 //!
-//! What is deliberately absent: I/O (inputs are slices); how the difference from a prediction is
-//! written (`s4-delta`); the choice of a predictor, which the planner makes by estimated cost; and
+//! Deliberately absent: I/O (inputs are slices); the form of the difference from a prediction
+//! (`s4-delta`); the choice of a predictor, which the planner makes by estimated cost; and
 //! checksums, which the engine checks after prediction is undone.
 #![forbid(unsafe_code)]
 

@@ -8,7 +8,7 @@ use s4_planes::Kernels;
 
 use crate::{ContextModel, NoContexts};
 
-/// What a predictor knows about the tensor whose values it predicts.
+/// The properties of the tensor whose values a predictor predicts.
 #[derive(Debug, Clone, Copy)]
 pub struct Tensor<'a> {
     /// Type of the elements.
@@ -43,7 +43,7 @@ impl InputKind {
     }
 }
 
-/// Where predicted bits are.
+/// The place of predicted bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Predicted {
     /// They are the bits of the input with this index; nothing was written.
@@ -85,7 +85,7 @@ pub trait Predict: Debug + Send + Sync {
         false
     }
 
-    /// Which tables the symbols of the residuals' planes belong to.
+    /// The model that assigns tables to the symbols of the residuals' planes.
     fn contexts(&self) -> &dyn ContextModel {
         &NoContexts
     }

@@ -13,11 +13,8 @@ use s4_format::side::SideKind;
 use s4_format::{DType, Error, PredictorId, Result};
 use s4_planes::{Kernels, StepFactors};
 
-use crate::update::float_bits;
+use crate::update::{float_bits, moment_codes, moments_of};
 use crate::{InputKind, Predict, Predicted, Tensor};
-
-/// The code of the dtype of a second moment if there is none.
-const NO_MOMENT: u8 = 0;
 
 /// Predictor `step`: see [the module](self).
 #[derive(Debug, Clone, Copy, Default)]
@@ -48,12 +45,7 @@ impl Step {
         if !rest.is_empty() || !factors.are_valid() {
             return Err(none());
         }
-        let dtype = |code| {
-            let dtype = DType::from_code(code).ok().filter(|d| float_bits(*d).is_some());
-            dtype.ok_or_else(none)
-        };
-        let first = dtype(first)?;
-        let second = if second == NO_MOMENT { None } else { Some(dtype(second)?) };
+        let (first, second) = moments_of([first, second]).ok_or_else(none)?;
         Ok(Self { factors, first, second })
     }
 
@@ -61,12 +53,12 @@ impl Step {
     pub fn to_bytes(self) -> Vec<u8> {
         let StepFactors { keep, rate, epsilon } = self.factors;
         let mut out = [keep, rate, epsilon].map(f32::to_le_bytes).concat();
-        let second = self.second.map_or(NO_MOMENT, |dtype| dtype as u8);
-        out.extend([self.first as u8, second, 0, 0]);
+        let [first, second] = moment_codes(self.first, self.second);
+        out.extend([first, second, 0, 0]);
         out
     }
 
-    /// Writes what values of `dtype` become by the step. `values` are those of the parent and of the moments; without a
+    /// Writes the values of `dtype` after the step. `values` are those of the parent and of the moments; without a
     /// second moment, the last are empty.
     ///
     /// # Errors

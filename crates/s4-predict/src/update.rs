@@ -3,12 +3,13 @@
 //! AdamW and similar optimizers change a weight by about its first moment over the root of its
 //! second. In units of the weight's last place that is `|m| / (sqrt(v) * 2^e)`. The bits of a float
 //! below its sign, taken as an integer, are nearly its logarithm, so a difference of such integers
-//! tells how large the change will be, and the first moment's sign tells its direction.
+//! tells how large the change will be, and the first moment's sign tells its direction. SGD with momentum and Lion have
+//! no second moment: it counts as 0, whose bits are 0, too.
 //!
 //! # Side data
-//! 8 bytes: `floor` and `offset` (`i16` each), the codes of the moments' dtypes (a byte each), two zeros. With `mag(x)`,
-//! the bits of a value below its sign as 128ths of an octave ([`s4_planes::FloatBits`]), the **class** of a weight `p` of
-//! the parent with the moments `m` and `v` is
+//! 8 bytes: `floor` and `offset` (`i16` each), the codes of the moments' dtypes (a byte each; 0 if there is no second
+//! moment), two zeros. With `mag(x)`, the bits of a value below its sign as 128ths of an octave
+//! ([`s4_planes::FloatBits`]), the **class** of a weight `p` of the parent with the moments `m` and `v` is
 //!
 //! ```text
 //! min(15, max(0, (max(mag(m) - (mag(v) >> 1), floor) - (mag(p) & 7f80) + offset) >> 6))
@@ -29,7 +30,7 @@ const CLASSES: usize = 16;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Updates;
 
-/// How updates are divided into classes, and the dtypes of the moments.
+/// The parameters that divide updates into classes, and the dtypes of the moments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Update {
     /// The smallest size that an update counts as, in 128ths of an octave.
@@ -37,11 +38,28 @@ pub struct Update {
     /// Added to an update's size before it is divided into classes from 0 on, in 128ths of an
     /// octave.
     pub offset: i16,
-    /// Dtypes of the first moment and of the second.
-    pub moments: [DType; 2],
+    /// Dtype of the first moment.
+    pub first: DType,
+    /// Dtype of the second moment, if there is one.
+    pub second: Option<DType>,
 }
 
-/// How the bits of a dtype are divided; `None` if weights and moments cannot have this dtype.
+/// The code of the dtype of a second moment if there is none.
+const NO_MOMENT: u8 = 0;
+
+/// The dtypes of the moments from their codes in side data; `None` if a moment cannot have such a dtype.
+pub(crate) fn moments_of([first, second]: [u8; 2]) -> Option<(DType, Option<DType>)> {
+    let dtype = |code| DType::from_code(code).ok().filter(|d| float_bits(*d).is_some());
+    let second = if second == NO_MOMENT { None } else { Some(dtype(second)?) };
+    Some((dtype(first)?, second))
+}
+
+/// The codes of the dtypes of the moments.
+pub(crate) fn moment_codes(first: DType, second: Option<DType>) -> [u8; 2] {
+    [first as u8, second.map_or(NO_MOMENT, |dtype| dtype as u8)]
+}
+
+/// The bit fields of a dtype; `None` if weights and moments cannot have this dtype.
 pub fn float_bits(dtype: DType) -> Option<FloatBits> {
     match dtype {
         DType::BFloat16 => Some(FloatBits::BFloat16),
@@ -64,21 +82,26 @@ impl Update {
     pub fn parse(side: &[u8]) -> Result<Self> {
         let none = || Error::corrupt("side data of contexts `update`");
         let &[a, b, c, d, first, second, 0, 0] = side else { return Err(none()) };
-        let dtype = |code| DType::from_code(code).ok().filter(|d| float_bits(*d).is_some());
-        let (first, second) = dtype(first).zip(dtype(second)).ok_or_else(none)?;
+        let (first, second) = moments_of([first, second]).ok_or_else(none)?;
         let (floor, offset) = (i16::from_le_bytes([a, b]), i16::from_le_bytes([c, d]));
-        Ok(Self { floor, offset, moments: [first, second] })
+        Ok(Self { floor, offset, first, second })
     }
 
     /// Writes side data.
     pub fn to_bytes(self) -> Vec<u8> {
-        let [first, second] = self.moments.map(|dtype| dtype as u8);
+        let [first, second] = moment_codes(self.first, self.second);
         let mut out = [self.floor.to_le_bytes(), self.offset.to_le_bytes()].concat();
         out.extend([first, second, 0, 0]);
         out
     }
 
-    /// Writes the class of each of the parent's values, which are of `dtype`, from the moments.
+    /// Whether the moments of another have the same dtypes.
+    pub fn is_of_moments(&self, other: &Self) -> bool {
+        (self.first, self.second) == (other.first, other.second)
+    }
+
+    /// Writes the class of each of the parent's values, which are of `dtype`, from the moments. Without a second moment,
+    /// the last values are empty.
     ///
     /// # Errors
     /// `Corrupt` if the dtype has no such contexts, or the numbers of values differ.
@@ -89,11 +112,12 @@ impl Update {
         [weights, first, second]: [&[u8]; 3],
         out: &mut [u8],
     ) -> Result<()> {
-        let [m, v] = self.moments;
-        let values = [(bits(dtype)?, weights), (bits(m)?, first), (bits(v)?, second)];
-        let fits =
-            |(bits, values): &(FloatBits, &[u8])| values.len() == out.len() * bits.width().bytes();
-        if !values.iter().all(fits) {
+        // Without a second moment, any type will do.
+        let second_bits = bits(self.second.unwrap_or(self.first))?;
+        let values = [(bits(dtype)?, weights), (bits(self.first)?, first), (second_bits, second)];
+        let counts = [out.len(), out.len(), if self.second.is_some() { out.len() } else { 0 }];
+        let mut all = values.iter().zip(counts);
+        if !all.all(|((bits, values), count)| values.len() == count * bits.width().bytes()) {
             return Err(Error::corrupt("contexts do not match the inputs' values"));
         }
         kernels.update_classes(values, (self.floor, self.offset), out);
@@ -111,7 +135,7 @@ impl Update {
         differences: &mut [u8],
         first: &[u8],
     ) -> Result<()> {
-        let other = bits(self.moments[0])?.width();
+        let other = bits(self.first)?.width();
         if differences.len() / width.bytes() != first.len() / other.bytes() {
             return Err(Error::corrupt("differences do not match the inputs' values"));
         }
@@ -127,10 +151,12 @@ impl ContextModel for Updates {
 
     fn contexts(&self, known: &Known<'_>, out: &mut [u8]) -> Result<()> {
         let update = Update::parse(known.tensor.side.get(SideKind::CONTEXTS))?;
-        let &[weights, first, second] = known.inputs else {
-            return Err(Error::corrupt("contexts `update` without both moments"));
+        let values = match (known.inputs, update.second) {
+            (&[weights, first], None) => [weights, first, &[]],
+            (&[weights, first, second], Some(_)) => [weights, first, second],
+            _ => return Err(Error::corrupt("contexts `update` without their moments")),
         };
-        update.classes(known.kernels, known.tensor.dtype, [weights, first, second], out)
+        update.classes(known.kernels, known.tensor.dtype, values, out)
     }
 
     fn depends_on_planes(&self) -> bool {
@@ -144,17 +170,15 @@ mod tests {
 
     #[test]
     fn side_data_is_read_back_and_anything_else_refused() {
-        for [first, second] in [
-            [DType::BFloat16, DType::Float32],
-            [DType::Float32, DType::Float32],
-            [DType::Float16, DType::BFloat16],
-        ] {
-            let update = Update { floor: -300, offset: 12345, moments: [first, second] };
-            assert_eq!(Update::parse(&update.to_bytes()), Ok(update));
+        for first in [DType::BFloat16, DType::Float16, DType::Float32] {
+            for second in [None, Some(DType::BFloat16), Some(DType::Float32)] {
+                let update = Update { floor: -300, offset: 12345, first, second };
+                assert_eq!(Update::parse(&update.to_bytes()), Ok(update));
+            }
         }
         let good = [0xd4, 0xfe, 0x39, 0x30, 3, 1, 0, 0];
         assert!(Update::parse(&good).is_ok());
-        for (at, byte) in [(4, 4), (4, 0), (4, 200), (5, 11), (6, 1), (7, 1)] {
+        for (at, byte) in [(4, 4), (4, 0), (4, 200), (5, 4), (5, 11), (6, 1), (7, 1)] {
             let mut bad = good;
             bad[at] = byte;
             assert!(matches!(Update::parse(&bad), Err(Error::Corrupt { .. })), "{at} {byte}");
@@ -165,13 +189,18 @@ mod tests {
 
     #[test]
     fn inputs_of_other_sizes_or_dtypes_are_refused() {
-        let moments = [DType::Float32, DType::BFloat16];
-        let update = Update { floor: 0, offset: 0, moments };
+        let (first, second) = (DType::Float32, Some(DType::BFloat16));
+        let update = Update { floor: 0, offset: 0, first, second };
         let (kernels, bytes) = (Kernels::default(), [0u8; 40]);
         let mut out = [0; 10];
-        let mut classes = |dtype, sizes: [usize; 3]| {
+        let mut by = |update: Update, dtype, sizes: [usize; 3]| {
             update.classes(kernels, dtype, sizes.map(|n| &bytes[..n]), &mut out)
         };
+        let single = Update { second: None, ..update };
+        assert_eq!(by(single, DType::BFloat16, [20, 40, 0]), Ok(()));
+        assert!(by(single, DType::BFloat16, [20, 40, 20]).is_err());
+        assert!(by(update, DType::BFloat16, [20, 40, 0]).is_err());
+        let mut classes = |dtype, sizes| by(update, dtype, sizes);
         assert_eq!(classes(DType::BFloat16, [20, 40, 20]), Ok(()));
         assert_eq!(classes(DType::Float32, [40, 40, 20]), Ok(()));
         for (dtype, sizes) in [

@@ -7,7 +7,7 @@ use s4_format::side::{Side, SideKind};
 use s4_planes::{Kernels, Simd, StepFactors, Width};
 use s4_predict::{Predict, Predicted, Step, Steps, Tensor};
 
-/// How the first table of examples starts.
+/// The start of the first table of examples.
 const START: &str = "| p | m | v |";
 const PAGE: &str = include_str!("../../../docs/predictors/step.md");
 

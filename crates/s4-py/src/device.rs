@@ -17,23 +17,23 @@ use crate::writer::{to_value_error, values};
 /// Ordinal of the device, or -1 for the host; handle of the stream that the memory was used on.
 pub(crate) type Where = (i64, u64);
 
-/// Where values in host memory are: no device, no stream.
+/// The place of values in host memory: no device, no stream.
 pub(crate) const HOST: Where = (-1, 0);
 
-/// Address, bytes, and where.
+/// Address, bytes, and place.
 pub(crate) type DeviceRange = (usize, usize, Where);
 
-/// Name, dtype, shape, address, bytes, and where.
+/// Name, dtype, shape, address, bytes, and place.
 pub(crate) type PlacedTensor = (String, String, Vec<u64>, usize, usize, Where);
 
-/// Tensor index, address, bytes, and where.
+/// Tensor index, address, bytes, and place.
 pub(crate) type DeviceRequest = (usize, usize, usize, Where);
 
-/// Encodes and decodes on CUDA devices. Calls may come from several threads at once.
+/// Encodes and decodes on CUDA devices. Calls may come from several threads at the same time.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct CudaEngine(pub(crate) Arc<s4weights::cuda::CudaEngine>, Stagers);
 
-/// What makes copies of tensors on a device, by the device's ordinal.
+/// The stagers, which copy tensors on a device, by the device's ordinal.
 #[derive(Default)]
 struct Stagers(Mutex<BTreeMap<u32, Arc<Stager>>>);
 
@@ -71,7 +71,7 @@ impl CudaEngine {
         })
     }
 
-    /// Opens a device, and allocates and frees its scratch memory: problems show up now.
+    /// Opens a device, and allocates and frees its scratch memory, so that problems show up now.
     fn open(&self, py: Python<'_>, ordinal: u32) -> PyResult<()> {
         watched(py, None, || self.0.open(ordinal).map_err(of_engine))
     }
@@ -152,7 +152,7 @@ impl CudaEngine {
         (taken, idle, budget, pieces)
     }
 
-    /// Limits the page-locked memory for encoded frames; idle memory beyond that is returned to the system at once.
+    /// Limits the page-locked memory for encoded frames; idle memory beyond that is returned to the system immediately.
     fn limit_frame_memory(&self, py: Python<'_>, bytes: u64) {
         py.detach(|| self.0.limit_frame_memory(bytes));
     }
@@ -168,7 +168,7 @@ impl CudaEngine {
         py.detach(|| self.0.trim_frame_memory());
     }
 
-    /// The most memory, in bytes, that the engine held on a device at once.
+    /// The most memory, in bytes, that the engine held on a device at one time.
     fn scratch_high_water(&self, py: Python<'_>, ordinal: u32) -> u64 {
         py.detach(|| self.0.scratch_high_water(ordinal))
     }
@@ -260,7 +260,7 @@ fn of_engine(e: CudaError) -> Error {
     }
 }
 
-/// The source for the native writer: a tensor's description, with its values or where they are on a device.
+/// The source for the native writer: a tensor's description, with its values or their place on a device.
 pub(crate) fn placed(tensor: &PlacedTensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes, (ordinal, stream)) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;

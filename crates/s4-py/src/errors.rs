@@ -49,7 +49,7 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
     }
 }
 
-/// Errors of checkpoint stores: the innermost error decides the class, the text of the whole says where.
+/// Errors of checkpoint stores: the innermost error decides the class, the whole text names the place.
 fn store_error(py: Python<'_>, error: Error) -> PyErr {
     let what = error.to_string();
     let mut cause = &error;
@@ -110,7 +110,7 @@ fn io_error(py: Python<'_>, error: Error) -> PyErr {
     storage(py, what, &target, code, cause)
 }
 
-/// A `StorageError` with what is known of its cause. With an `errno`, Python adds the target to the text itself.
+/// A `StorageError` with the known facts about its cause. With an `errno`, Python adds the target to the text itself.
 fn storage(
     py: Python<'_>,
     what: String,

@@ -23,6 +23,7 @@ mod store;
 mod watch;
 mod writer;
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::PathBuf;
@@ -106,6 +107,14 @@ fn is_url(text: &str) -> bool {
     s4weights::is_url(text)
 }
 
+/// The path on this machine that a `file:` URL names; `None` for other URLs, and for an invalid one, which is an error
+/// when it is opened.
+#[pyfunction]
+fn path_of_url(url: &str) -> Option<OsString> {
+    let path = s4weights::Target::Url(url.to_owned(), Default::default()).local_path();
+    path.ok().flatten().map(Into::into)
+}
+
 /// Runs `s4w` with these arguments, which do not include the program's name; returns its exit code. If `signals`, the
 /// command stops on INT, TERM and HUP, whose handlers stay installed afterwards.
 #[pyfunction]
@@ -134,11 +143,13 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(look_at, m)?)?;
     m.add_function(wrap_pyfunction!(is_whole, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;
+    m.add_function(wrap_pyfunction!(path_of_url, m)?)?;
     m.add_function(wrap_pyfunction!(command_line, m)?)?;
     m.add_function(wrap_pyfunction!(log::close_log, m)?)?;
     m.add_function(wrap_pyfunction!(log::reset_log, m)?)?;
     m.add_function(wrap_pyfunction!(panic_on_purpose, m)?)?;
     m.add_function(wrap_pyfunction!(watch::give_way, m)?)?;
+    m.add_function(wrap_pyfunction!(watch::nesting, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::begin_parts, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::save_part, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::publish_parts, m)?)?;

@@ -33,7 +33,7 @@ static QUEUE: Mutex<VecDeque<Record>> = Mutex::new(VecDeque::new());
 static LOST: AtomicUsize = AtomicUsize::new(0);
 /// The lowest level that is wanted, as Python numbers levels.
 static LEVEL: AtomicUsize = AtomicUsize::new(WARNING);
-/// Running calls that will deliver what is queued.
+/// Running calls that will deliver queued events.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 /// Whether a thread is delivering events that came between calls.
 static FLUSHING: AtomicBool = AtomicBool::new(false);
@@ -56,7 +56,7 @@ pub(crate) fn install() {
     let _ = tracing::subscriber::set_global_default(Bridge);
 }
 
-/// A call into native code: what was logged during it is delivered when it ends.
+/// A call into native code: events logged during it are delivered when it ends.
 pub(crate) struct Call<'py> {
     py: Python<'py>,
     /// Whether the call flushes from time to time, so that no other thread has to.
@@ -65,7 +65,7 @@ pub(crate) struct Call<'py> {
 
 impl<'py> Call<'py> {
     /// # Errors
-    /// What Python raises when it is asked for the level: a signal handler may run.
+    /// The exception that Python raises when it is asked for the level: a signal handler may run.
     pub(crate) fn begin(py: Python<'py>, flushes: bool) -> PyResult<Self> {
         // Cached: looking up the logger takes longer than decoding a small tensor.
         static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -96,11 +96,11 @@ impl Drop for Call<'_> {
     }
 }
 
-/// Handles signals and delivers what is queued. An exception of a logging handler is printed, as `logging`
+/// Handles signals and delivers queued events. An exception of a logging handler is printed, as `logging`
 /// itself does.
 ///
 /// # Errors
-/// What a signal handler raised, before the delivery or during it, and any exception that is no `Exception`.
+/// The exception that a signal handler raised, before or during the delivery, and any that is not an `Exception`.
 pub(crate) fn flush(py: Python<'_>) -> PyResult<()> {
     // First: otherwise the handlers of pending signals run in `logging`, which catches what they raise.
     let mut raised = py.check_signals().err();
@@ -171,7 +171,7 @@ fn in_context(py: Python<'_>, earlier: Option<PyErr>, raised: PyErr) -> PyErr {
     raised
 }
 
-/// Called before the interpreter exits: delivers what is queued, and starts no more threads.
+/// Called before the interpreter exits: delivers queued events, and starts no more threads.
 #[pyfunction]
 pub(crate) fn close_log(py: Python<'_>) -> PyResult<()> {
     CLOSED.store(true, Ordering::SeqCst);
@@ -235,7 +235,7 @@ fn is_ours(metadata: &Metadata<'_>) -> bool {
         && *metadata.level() != Level::TRACE
 }
 
-/// Starts a thread that delivers what is queued, if no running call will.
+/// Starts a thread that delivers queued events, if no running call will.
 fn flush_soon() {
     if CALLS.load(Ordering::Relaxed) > 0 || FLUSHING.swap(true, Ordering::SeqCst) {
         return;

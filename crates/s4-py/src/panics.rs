@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::errors::raise;
 
-/// Where the last panic was, and what it said.
+/// The place and the message of the last panic.
 static LAST: Mutex<Option<String>> = Mutex::new(None);
 
 /// Installs a hook that records where a panic happens: a caught panic has only its message.

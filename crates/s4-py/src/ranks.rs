@@ -96,7 +96,7 @@ pub(crate) fn publish_parts(
     Ok(saved_json(&saved))
 }
 
-/// Gives up a checkpoint that was begun, and deletes what was stored of it.
+/// Gives up a checkpoint that was begun, and deletes the parts stored so far.
 #[pyfunction]
 pub(crate) fn give_up_parts(py: Python<'_>, store: &Store, part_of: &str) -> PyResult<()> {
     let of: PartOf = serde_json::from_str(part_of).map_err(to_value_error)?;

@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
-use s4weights::{ReadOptions, Slice, Source, StorageOptions, View, check_storage_options};
+use s4weights::{ArrayView, ReadOptions, Slice, Source, StorageOptions, check_storage_options};
 
 use crate::device::{self, CudaEngine, DeviceRequest};
 use crate::errors::to_python;
@@ -22,7 +22,7 @@ type Request = (usize, usize, usize);
 /// Name, dtype, shape, bytes.
 type TensorInfo<'a, 'py> = (&'a str, &'static str, Bound<'py, PyTuple>, u64);
 
-/// Reads one file. Calls may come from several threads at once.
+/// Reads one file. Calls may come from several threads at the same time.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Reader {
     inner: Arc<s4weights::Reader>,
@@ -164,7 +164,7 @@ impl Reader {
         // SAFETY: as in `read_into`.
         let mut buffers = unsafe { buffers(&[(number, memory.0, memory.1)])? };
         let slice = Slice(part.into_iter().map(|(start, end)| start..end).collect());
-        let view = View { offset, item, shape: &shape };
+        let view = ArrayView { offset, item, shape: &shape };
         let Some((_, to)) = buffers.pop() else { return Ok(()) };
         self.watcher.run(py, None, move || self.inner.read_view(number, view, &slice, to))
     }
@@ -225,7 +225,7 @@ impl Reader {
     }
 }
 
-/// Memory to read into: disjoint, so that threads can fill it at once.
+/// Memory to read into: disjoint, so that threads can fill it in parallel.
 ///
 /// # Safety
 /// For all of `'a`, each request's address and size are

@@ -9,7 +9,7 @@ use pyo3::types::{PyBool, PyBytes};
 
 /// Bytes that are collected before Python is called.
 const BUFFER: usize = 1 << 20;
-/// Writes of at least this size skip the buffer, for a stream that copies what it is given.
+/// Writes of at least this size skip the buffer, for a stream that copies the data that it is given.
 const LARGE: usize = 64 << 10;
 /// `PyBUF_READ`: `pyo3` has no name for it in builds for CPython's stable ABI.
 const READ_ONLY: std::ffi::c_int = 0x100;
@@ -32,7 +32,7 @@ impl PySink {
         let io = stream.py().import("io")?;
         let mut copies = false;
         for name in ["BytesIO", "BufferedWriter", "BufferedRandom", "FileIO"] {
-            // The exact class: a subclass may keep a reference to what it is given.
+            // The exact class: a subclass may keep a reference to its argument.
             copies |= stream.get_type().is(&io.getattr(name)?);
         }
         let raw = io.getattr("RawIOBase")?;

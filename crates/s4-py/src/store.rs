@@ -246,7 +246,7 @@ impl Store {
         Ok(all.to_string())
     }
 
-    /// Checks some checkpoints, or all if `only` is empty. Returns what was found, as JSON.
+    /// Checks some checkpoints, or all if `only` is empty. Returns the findings, as JSON.
     fn check(&self, py: Python<'_>, read_data: bool, only: Vec<String>) -> PyResult<String> {
         let only = only.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
         let report = self.watcher.run(py, None, || {
@@ -294,7 +294,7 @@ pub(crate) fn staged_callback(function: Py<PyAny>) -> StagedFn {
     })
 }
 
-/// What a save did, as JSON.
+/// The result of a save, as JSON.
 pub(crate) fn saved_json(saved: &Saved) -> String {
     let retired: Vec<_> = saved.retired.iter().map(ToString::to_string).collect();
     let all = json!({
@@ -307,7 +307,7 @@ pub(crate) fn saved_json(saved: &Saved) -> String {
     all.to_string()
 }
 
-/// What a saved object consists of besides tensors.
+/// The contents of a saved object besides its tensors.
 pub(crate) fn contents(
     tree: Option<String>,
     blobs: HashMap<String, PyBackedBytes>,

@@ -20,7 +20,8 @@ use s4weights::{Interrupt, Progress, ProgressFn, Result};
 use crate::errors::to_python;
 use crate::{log, panics};
 
-/// How often Python is asked: attaching to the interpreter may have to wait for other threads.
+/// The interval at which Python is asked: attaching to the interpreter may have to wait for other
+/// threads.
 const INTERVAL: Duration = Duration::from_millis(50);
 
 thread_local! {
@@ -28,9 +29,18 @@ thread_local! {
     // save or load: the inner call puts the outer one's watch aside.
     static WATCH: RefCell<Option<Watch>> = const { RefCell::new(None) };
     static GIVES_WAY: Cell<bool> = const { Cell::new(false) };
+    /// Number of this thread's calls that wait for Python's answer.
+    static NESTING: Cell<u32> = const { Cell::new(0) };
 }
 
-/// What is added to the nice value of threads that give way.
+/// Number of calls into native code that the calling thread is in. A progress function or a signal handler may be
+/// called by one, which holds resources such as a device's memory.
+#[pyfunction]
+pub(crate) fn nesting() -> u32 {
+    NESTING.get()
+}
+
+/// Added to the nice value of threads that give way.
 #[cfg(target_os = "linux")]
 const NICER: i32 = 10;
 
@@ -72,8 +82,7 @@ pub(crate) struct Watcher {
 }
 
 impl Watcher {
-    /// For a URL or path. `None` stands for bytes, or for a stream of the caller's, which no other thread may
-    /// use.
+    /// For a URL or path. `None` means bytes, or a stream of the caller's, which no other thread may use.
     pub(crate) fn of(url: Option<&str>) -> Self {
         let local =
             |scheme: &str| ["file", "memory"].iter().any(|s| scheme.eq_ignore_ascii_case(s));
@@ -133,7 +142,7 @@ fn run<T: Send>(
 /// Asks Python whether to go on.
 struct Asker {
     callback: Option<Py<PyAny>>,
-    /// What Python raised. It is not asked again after that.
+    /// The exception that Python raised. Python is not asked again after that.
     raised: Option<PyErr>,
     /// Stops all threads of the call.
     interrupt: Interrupt,
@@ -144,6 +153,7 @@ impl Asker {
         if self.raised.is_some() {
             return false;
         }
+        NESTING.set(NESTING.get() + 1);
         // `None` if the interpreter is shutting down: nobody is left to stop the work.
         let outcome = Python::try_attach(|py| {
             log::flush(py)?;
@@ -153,6 +163,7 @@ impl Asker {
                 (None, _) => Ok(()),
             }
         });
+        NESTING.set(NESTING.get() - 1);
         if let Some(Err(raised)) = outcome {
             self.raised = Some(raised);
             self.interrupt.stop();
@@ -172,7 +183,7 @@ struct Watch {
     ask: Ask,
 }
 
-/// Who asks Python.
+/// The thread that asks Python.
 enum Ask {
     /// This thread.
     Direct(Box<Asker>),

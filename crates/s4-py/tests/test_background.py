@@ -172,6 +172,32 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: Any) -> N
     assert not list((tmp_path / "b").iterdir())
 
 
+@pytest.mark.parametrize("save", [s4weights.save, s4weights.numpy.save])
+def test_the_working_directory_may_change_while_a_call_runs(
+    save: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for name in ("a", "b", "deep", "deep/er"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a/link").symlink_to(tmp_path / "deep/er")
+    for place, made in (("x.s4w", "a/x.s4w"), ("link/../y.s4w", "deep/y.s4w")):
+        monkeypatch.chdir(tmp_path / "a")
+        goes = lambda done, total: monkeypatch.chdir(tmp_path / "b")  # noqa: E731
+        save({"w": np.ones(100_000)}, place, progress=goes)
+        assert (tmp_path / made).is_file() and not list((tmp_path / "b").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a directory in use stays")
+def test_no_working_directory_is_needed_for_an_absolute_path(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    s4weights.save(state(1), tmp_path / "x.s4w")
+    s4weights.save(state(1), f"file://{tmp_path}/y.s4w")
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(s4weights.S4Error):
+        s4weights.save(state(1), "z.s4w")
+
+
 def later(gate: Gate) -> threading.Timer:
     timer = threading.Timer(0.3, gate.open.set)
     timer.start()
@@ -218,7 +244,7 @@ def test_a_save_that_fails_holds_up_no_other(tmp_path: Path) -> None:
 
     first = s4weights.save(state(1), path, blocking=False, progress=fail)
     assert gate.reached.wait(60)
-    # This one fails at once, and the next one still waits for the first.
+    # This one fails immediately, and the next one still waits for the first.
     with pytest.raises(Exception, match="pickle"):
         s4weights.save({"f": lambda: 0}, path)
     second = s4weights.save(state(2), path, blocking=False)

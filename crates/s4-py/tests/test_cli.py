@@ -235,7 +235,7 @@ def test_what_tensors_alone_cannot_hold_is_written_to_a_pt_file(tmp_path: Path) 
     assert "1 value that is not a tensor" in out.stderr
     assert "1 tensor that shares its values" in out.stderr
     assert load_file(tmp_path / "a.safetensors").keys() == {"model.w", "v"}
-    # What was a .safetensors file becomes one again.
+    # A former .safetensors file becomes one again.
     save_file({"w": torch.ones(3)}, tmp_path / "t.safetensors")
     assert run("compress", str(tmp_path / "t.safetensors")).returncode == 0
     (tmp_path / "t.safetensors").unlink()
@@ -283,6 +283,59 @@ def test_a_full_drive_is_the_output_s_matter(tmp_path: Path, monkeypatch: Any) -
         code, said = main("decompress", str(tmp_path / "a.s4w"), target)
         assert code == 3 and said.startswith(f"s4w: {target}: "), said
         assert sorted(p.name for p in tmp_path.iterdir()) == ["a.s4w"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize(("is_there", "force"), [(True, False), (True, True), (False, False)])
+def test_what_appears_meanwhile_is_replaced_only_by_force(
+    tmp_path: Path, monkeypatch: Any, links: bool, is_there: bool, force: bool
+) -> None:
+    s4weights.save(state(), tmp_path / "a.s4w")
+    save, target = torch.save, tmp_path / "b.pt"
+
+    def slow(*values: Any) -> None:
+        save(*values)
+        if is_there:
+            target.write_bytes(b"mine")
+
+    def no_link(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(torch, "save", slow)
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    flags = ["--force"] if force else []
+    code, said = main("decompress", *flags, str(tmp_path / "a.s4w"), str(target))
+    assert code == (5 if is_there and not force else 0), said
+    assert (target.read_bytes() == b"mine") == (code == 5)
+    assert code == 0 or said == f"s4w: {target} exists already; --force replaces it\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.s4w", "b.pt"]
+
+
+def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: Any) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    s4weights.save(state(), tmp_path / "b.s4w")
+    size = (tmp_path / "a.pt").stat().st_size
+
+    def fail(needed: int) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                f"tried to allocate {needed} bytes. Error code 12 (Cannot allocate memory)"
+            )
+
+        return call
+
+    # A sound file has the bytes of all its tensors.
+    for needed, expected in ((size, 4), (1 << 60, 1)):
+        monkeypatch.setattr(torch, "load", fail(needed))
+        code, said = main("compress", str(tmp_path / "a.pt"), str(tmp_path / "a.s4w"))
+        assert code == expected and ("damaged" in said) == (expected == 1), said
+        assert ("not enough memory" in said) == (expected == 4), said
+    monkeypatch.setattr(torch, "save", fail(9))
+    code, said = main("decompress", str(tmp_path / "b.s4w"), str(tmp_path / "b.pt"))
+    assert code == 4 and "not enough memory" in said, said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "b.s4w"]
 
 
 def test_tensors_are_compressed_in_memory() -> None:
@@ -404,7 +457,7 @@ def test_names_that_are_no_text_are_told_so(tmp_path: Path) -> None:
         assert out.returncode == 2, out.stderr
         shown = words[1].decode(errors="replace").encode()
         assert b"s4w: argument 2 (`%s`) is not text: UTF-8 is expected" % shown in out.stderr
-    # What may be a secret is not repeated.
+    # Possible secrets are not repeated.
     words = [b"store", b"ls", b"s3://b/x?sig=hush\xff", b"-o", b"secret=hush\xff"]
     out = subprocess.run([*command, *words], capture_output=True, check=False)
     assert b"argument 3 (`s3://b/x`), argument 5 (`secret`)" in out.stderr, out.stderr
@@ -496,7 +549,7 @@ def test_a_signal_leaves_nothing_half_written(tmp_path: Path, name: str) -> None
             [sys.executable, "-c", SIGNALLED, name, verb, str(tmp_path / source), target],
             capture_output=True,
             text=True,
-            # Where tests run in the background, some signals may be ignored.
+            # If tests run in the background, some signals may be ignored.
             preexec_fn=lambda: signal.signal(getattr(signal, name), signal.SIG_DFL),
         )
         assert (out.returncode, out.stderr) == (128 + getattr(signal, name), "s4w: interrupted\n")

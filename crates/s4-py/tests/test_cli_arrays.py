@@ -126,9 +126,11 @@ def test_a_pt_file_is_on_disk_before_it_replaces_another(
     # A link of the name that the temporary file had would have led elsewhere.
     (tmp_path / f".a.pt.{os.getpid()}.tmp").symlink_to(mine)
     done: list[str] = []
-    fsync, replace = os.fsync, Path.replace
+    fsync, replace, link = os.fsync, Path.replace, os.link
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append("fsync"), fsync(fd))[1])
     monkeypatch.setattr(Path, "replace", lambda a, b: (done.append("replace"), replace(a, b))[1])
-    assert main("decompress", str(tmp_path / "a.s4w"), str(target))[0] == 0
-    assert done[-2:] == ["fsync", "replace"]
-    assert mine.read_text() == "mine" and torch.load(target)["step"] == 1
+    monkeypatch.setattr(os, "link", lambda a, b: (done.append("link"), link(a, b))[1])
+    for flags, by in (([], "link"), (["--force"], "replace")):
+        assert main("decompress", *flags, str(tmp_path / "a.s4w"), str(target))[0] == 0
+        assert done[-2:] == ["fsync", by]
+        assert mine.read_text() == "mine" and torch.load(target)["step"] == 1

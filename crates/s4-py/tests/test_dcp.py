@@ -279,7 +279,7 @@ def test_a_failure_of_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     store = s4weights.CheckpointStore(url)
     assert [entry.step for entry in store.list()] == [1, 3]
     assert store.verify()["clean"]
-    # What the failed save left is given up by one sweep and deleted by the next.
+    # The leftovers of the failed save are given up by one sweep and deleted by the next.
     assert len(store.gc(grace=0.0, exclusive=True)["given_up"]) == 1
     assert store.gc(grace=0.0, exclusive=True)["deleted_bytes"] > 0
     assert [entry.step for entry in store.list()] == [1, 3] and store.verify()["clean"]
@@ -581,6 +581,9 @@ def test_what_a_save_cannot_be_is_refused_before_it_begins(tmp_path: Path) -> No
             StorageWriter(tmp_path, step=step)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not finite"):
         StorageWriter(tmp_path, step=1, metrics={"loss": float("nan")})
+    for flag in ("base", "overwrite"):
+        with pytest.raises(TypeError, match=f"{flag}='no'"):
+            StorageWriter(tmp_path, step=1, **{flag: "no"})  # type: ignore[arg-type]
     for name in ("v1.5", "step--5"):
         assert not StorageWriter.validate_checkpoint_id(tmp_path / name)
         with pytest.raises(ValueError, match="ends with the step"):

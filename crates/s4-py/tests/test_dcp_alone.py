@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from s4weights import CheckpointStore
+from s4weights import CheckpointStore, CorruptDataError, S4Error
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
 
 if dist.is_available():
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from s4weights import dcp as ours
+    from s4weights._dcp_metadata import from_json
 
 
 def loaded(state: dict[str, torch.Tensor], store: Path, plain: Path) -> None:
@@ -102,13 +106,14 @@ def test_whatever_the_first_rank_finds_the_others_hear_of_it(
 
 
 def test_what_is_being_saved_is_the_newest(tmp_path: Path) -> None:
-    from s4weights.adapters._common import newest
+    from s4weights.adapters._common import load_found
 
     with CheckpointStore(tmp_path, bandwidth=20 << 20) as store:
-        assert newest(store) is None
+        assert load_found(store, None) is None
         for step in (1, 2):
             store.save_checkpoint({"w": torch.randn(1 << 20)}, step, blocking=False)
-        assert newest(store) == 2
+        found = load_found(store, None)
+        assert found is not None and found[0] == 2
 
 
 def test_of_a_publisher_in_memory_nothing_is_left() -> None:
@@ -121,3 +126,78 @@ def test_of_a_publisher_in_memory_nothing_is_left() -> None:
     with CheckpointStore(url) as store:
         assert store.list() == []
         assert store.gc(grace=0, exclusive=True)["deleted"] == []
+
+
+def cut(nbytes: int) -> torch.Tensor:
+    tensor = torch.ones(5000)
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+@pytest.mark.parametrize("nbytes", [0, 40])
+@pytest.mark.parametrize("shared", [None, False, True])
+def test_what_was_freed_is_not_saved(tmp_path: Path, nbytes: int, shared: bool | None) -> None:
+    # In a stager's buffer, what follows are other tensors.
+    state = {"model": {"gone": cut(nbytes), "others": torch.arange(5000.0)}}
+    with pytest.raises((S4Error, CheckpointException), match=r"model\.gone.*was it freed\?"):
+        if shared is None:
+            ours.save(state, tmp_path, 1, no_dist=True)
+        else:
+            stager = ours.Stager(shared_memory=shared)
+            ours.async_save(state, tmp_path, 1, stager=stager, no_dist=True)
+    assert CheckpointStore(tmp_path).list() == []
+
+
+@pytest.mark.parametrize("nbytes", [0, 40])
+def test_what_was_freed_is_not_filled(tmp_path: Path, nbytes: int) -> None:
+    ours.save({"w": torch.ones(5000)}, tmp_path, 1, no_dist=True)
+    with pytest.raises(CheckpointException, match=r"'w' cannot be filled.*was it freed\?"):
+        ours.load({"w": cut(nbytes)}, tmp_path, 1, no_dist=True)
+
+
+def test_tensors_without_values_are_refused_by_name(tmp_path: Path) -> None:
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    for tensor in (fake, torch.empty(3, device="meta")):
+        with pytest.raises(CheckpointException, match="'w': a tensor without values"):
+            ours.save({"w": tensor}, tmp_path, 1, no_dist=True)
+
+
+def test_a_backward_pass_notices_that_a_parameter_was_loaded(tmp_path: Path) -> None:
+    ours.save({"w": torch.full((3, 4), 5.0)}, tmp_path, 1, no_dist=True)
+    # Decoded in place, and through other memory.
+    for weight in (torch.ones(3, 4), torch.ones(4, 3).t()):
+        weight.requires_grad_()
+        loss = (weight * weight).sum()
+        ours.load({"w": weight}, tmp_path, 1, no_dist=True)
+        assert torch.equal(weight, torch.full((3, 4), 5.0))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        weight = torch.ones(3, 4)
+    ours.load({"w": weight}, tmp_path, 1, no_dist=True)
+    assert torch.equal(weight, torch.full((3, 4), 5.0))
+
+
+def test_the_exception_of_a_block_is_not_hidden_by_that_of_a_save(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="mine"), CheckpointStore(tmp_path) as store:
+        state = {"w": torch.eye(3).to_sparse()}
+        ours.async_save(state, store, 1, stager=ours.Stager(), no_dist=True)
+        raise LookupError("mine")
+
+
+@pytest.mark.parametrize("strides", [[1e400], ["x"], []])
+def test_metadata_that_makes_no_sense_is_damage(strides: list[Any]) -> None:
+    entry: dict[str, Any] = {"kind": "tensor", "dtype": "float32", "strides": strides}
+    entry |= {"requires_grad": False, "memory_format": "contiguous_format", "pin_memory": False}
+    entry |= {"size": [2], "chunks": [[[0], [2]]]}
+    text = json.dumps({"version": 1, "state": {"w": entry}, "planner": None, "pieces": []})
+    if not strides:
+        text = "[" * 100_000
+    with pytest.raises(CorruptDataError, match="here: distributed metadata"):
+        from_json(text.encode(), "here")
+
+
+def test_a_name_that_is_no_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match=r"'a\\udc80b': UTF-8 cannot express"):
+        ours.save({"a\udc80b": torch.ones(3)}, tmp_path, 1, no_dist=True)

@@ -152,6 +152,66 @@ DCP_HERE = DCP % "dcp.save(state, store, 1, no_dist=True)"
 DCP_LATER = DCP % "dcp.async_save(state, store, 1, stager=dcp.Stager(), no_dist=True)"
 
 
+IN_A_LOAD = """
+s4weights.save({"w": torch.zeros(1 << 22)}, url + "/file")
+store = CheckpointStore(url + "/store", bandwidth=20 << 20)
+store.save_checkpoint({}, 0)
+def slow(done, total):
+    print("asked", flush=True)
+    if done:
+        time.sleep(0.2)
+    print("answered", flush=True)
+with s4weights.finish_on_sigterm(store, 30):
+    store.save_checkpoint({"w": torch.randn(4 << 20)}, 1, blocking=False)
+    s4weights.load(url + "/file", progress=slow)
+    time.sleep(60)
+"""
+
+
+def test_sigterm_lets_another_call_finish(tmp_path: Path) -> None:
+    """A load may hold what the background save needs, such as a GPU's memory."""
+    command = [sys.executable, "-c", PREPARE + IN_A_LOAD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        # The first report comes before the work.
+        assert [process.stdout.readline() for _ in range(3)][2] == b"asked\n"
+        process.send_signal(signal.SIGTERM)
+        said, _ = process.communicate(timeout=60)
+    # The function that was interrupted goes on, and so does the load.
+    assert process.returncode == -signal.SIGTERM and said.startswith(b"answered\n")
+    with CheckpointStore(tmp_path / "store") as store:
+        assert [entry.step for entry in store.list()] == [0, 1]
+
+
+LEFT_SOON = """
+s4weights.save({"w": torch.zeros(9)}, url + "/file")
+s4weights.load(url + "/file")  # The first call takes longer.
+store = CheckpointStore(url + "/store", bandwidth=8 << 20)
+store.save_checkpoint({}, 0)
+# The context manager is left before the signal is sent again, on any machine.
+Timer = threading.Timer
+threading.Timer = lambda seconds, *how: Timer(10 * seconds, *how)
+def told(done, total):
+    if s4weights._core.nesting():  # Other reports are made outside of the call.
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(sum(isinstance(one, Timer) for one in threading.enumerate()))
+        sys.stdout.flush()
+with s4weights.finish_on_sigterm(store, 30):
+    store.save_checkpoint({"w": torch.randn(4 << 20)}, 1, blocking=False)
+    s4weights.load(url + "/file", progress=told)
+time.sleep(60)
+"""
+
+
+def test_sigterm_comes_in_the_last_call(tmp_path: Path) -> None:
+    """The signal would be sent again after the context manager has ended."""
+    done = run(LEFT_SOON, tmp_path)
+    assert done.returncode == -signal.SIGTERM and done.stdout == "1\n", done.stderr
+    with CheckpointStore(tmp_path / "store") as store:
+        assert [entry.step for entry in store.list()] == [0, 1]
+
+
 @pytest.mark.parametrize(
     "script",
     [COPYING, ELSEWHERE, DCP_HERE, DCP_LATER],

@@ -167,7 +167,7 @@ def test_ctrl_c_while_another_thread_saves(tmp_path: Path) -> None:
 
 
 class Terminated(Exception):
-    """What a program's handler of SIGTERM raises."""
+    """The exception of a program's handler of SIGTERM."""
 
 
 def delivered(path: Path, emit: Callable[[logging.LogRecord], None]) -> None:

@@ -55,7 +55,7 @@ def test_some_are_read_while_others_are_created(
     obj = state()
     s4weights.save(obj, tmp_path / "a", preset=preset)
     assert_identical(s4weights.load(tmp_path / "a"), obj)
-    # What is predicted from other tensors is read at the end, on this thread.
+    # Tensors predicted from others are read at the end, on this thread.
     assert threads_of_reads[-1] == threading.current_thread().name
     assert len(threads_of_reads) > 3
     assert all(name.startswith("s4weights-read") for name in threads_of_reads[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import s4weights
 from compare import assert_identical, through_torch
 from s4weights import _core
+from s4weights._storages import StorageReader
 
 
 def write_tree(path: Path, tree: Any, **tensors: torch.Tensor) -> None:
@@ -157,3 +159,20 @@ def test_what_is_wrong_in_a_dict_is_the_callers(path):
         with pytest.raises(type(expected.value)) as raised:
             s4weights.load(path, where)
         assert not isinstance(raised.value, s4weights.S4Error)
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize(
+    "where", [{"cpu": "cpu"}, lambda storage, location: storage], ids=["dict", "function"]
+)
+def test_nothing_keeps_what_was_loaded(where: Any, pickled: bool, path: Path) -> None:
+    shared = [1]
+    more = {"x": shared, "y": shared} if pickled else {}  # makes it a pickle
+    s4weights.save({"a": torch.ones(5), **more}, path)
+    gc.collect()
+    gc.disable()
+    try:
+        assert s4weights.load(path, where)["a"].eq(1).all()
+        assert not [obj for obj in gc.get_objects() if type(obj) is StorageReader]
+    finally:
+        gc.enable()

@@ -274,3 +274,13 @@ def test_a_dimension_of_one_may_have_any_stride(tmp_path: Path) -> None:
     assert same(expected, s4weights.numpy.open(path)["a"])
     assert same(expected, s4weights.numpy.load(path)["a"])
     assert same(expected, s4weights.open(path)["a"].numpy())
+
+
+def test_sets_of_tensors_are_not_damage(path: Path) -> None:
+    for kind in (set, frozenset):
+        for obj in (kind([torch.ones(2)]), kind([(1, torch.ones(2))])):
+            s4weights.save({"s": obj}, path)
+            with pytest.raises(s4weights.UnsupportedFormatError, match="a set of tensors"):
+                s4weights.numpy.load(path)
+    s4weights.save({"s": {1, (2, "x")}}, path)
+    assert s4weights.numpy.load(path) == {"s": {1, (2, "x")}}

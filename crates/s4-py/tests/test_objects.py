@@ -318,3 +318,64 @@ def test_a_dict_that_changes_while_it_is_walked(path: Path) -> None:
     loaded = s4weights.load(path)
     assert loaded["gone"] == [1, 2] and list(loaded) == ["a", "gone", "b"]
     assert_identical(torch.arange(4.0), loaded["a"])
+
+
+def test_sizes_that_are_arguments_of_a_reshape(path: Path) -> None:
+    obj = {"shape": torch.Size([-1, 3]), "w": torch.ones(2)}
+    assert_identical(through_s4(obj, path), obj)
+
+
+class Attributes(dict):
+    """A dict whose keys are attributes, too: a key "values" hides the method."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.__dict__ = self
+
+    def __reduce__(self) -> Any:
+        return Attributes, (dict(self),)
+
+
+class Refusing(dict):
+    """A dict that nobody may look into."""
+
+    def items(self) -> Any:
+        raise KeyError("locked")
+
+    values = items
+
+    def __reduce__(self) -> Any:
+        return Refusing, (list(zip(self, map(self.__getitem__, self), strict=True)),)
+
+
+@pytest.mark.parametrize("kind", [Attributes, Refusing])
+def test_looking_for_names_and_roles_fails_no_save(kind: Any, path: Path) -> None:
+    w = torch.ones(4)
+    state = {0: kind({"exp_avg": w + 1, "values": 1, "items": 2})}
+    optimizer = {"state": kind(state), "param_groups": [{"lr": 0.1, "params": [0]}]}
+    obj = kind({"values": w, "items": {"x": w}, "optimizer": optimizer})
+    found = through_s4(obj, path)
+    assert type(found) is kind and torch.equal(found["values"], w)
+    assert type(found["optimizer"]["state"][0]) is kind
+    assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], w + 1)
+
+
+class Dropping:
+    """Pickled without the tensor that it has freed."""
+
+    def __init__(self, freed: torch.Tensor) -> None:
+        self.kept, self.freed = torch.ones(3), freed
+
+    def __getstate__(self) -> Any:
+        return {"kept": self.kept}
+
+
+def test_freed_tensors_matter_only_if_they_are_pickled(path: Path) -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    found = through_s4(Dropping(freed), path)
+    assert torch.equal(found.kept, torch.ones(3)) and not hasattr(found, "freed")
+    with pytest.raises(s4weights.S4Error, match=r"cannot save `0.freed`: .*was it freed"):
+        through_s4([Dropping(freed), freed], path)
+    with pytest.raises(s4weights.S4Error, match=r"cannot save `x`: .*was it freed"):
+        through_s4({"x": freed, "y": Dropping(freed)}, path)

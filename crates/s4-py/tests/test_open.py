@@ -485,3 +485,22 @@ def test_memory_that_was_freed_is_not_written_to():
         with pytest.raises(s4weights.MismatchError, match="`b` has too little memory for its elements"):
             s4weights.load_into(target, in_memory(saved))
         assert torch.equal(target["a"], torch.zeros(4))
+
+
+def test_asking_for_a_key_reads_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "x.s4w"
+    s4weights.save({"model": {"w": torch.ones(2)}}, path)
+    for file in (s4weights.open(path), s4weights.numpy.open(path)):
+        with file as f:
+            monkeypatch.setattr(type(f), "_part", None)
+            assert "model.w" in f and "model.x" not in f and 3 not in f
+
+
+def test_a_part_that_pytorch_cannot_take_is_no_matter_of_memory(tmp_path):
+    s4weights.save({"w": torch.ones(8, dtype=torch.uint8).view(torch.uint4)}, tmp_path / "x.s4w")
+    with s4weights.open(tmp_path / "x.s4w") as f:
+        assert f["w"].dtype == torch.uint4
+        with pytest.raises(NotImplementedError, match=r"`w`: PyTorch cannot .* of uint4"):
+            f.get_slice("w")[::2]
+        with pytest.raises(NotImplementedError, match=r"`w`: PyTorch cannot .* of uint4"):
+            f.get_slice("w")[[0, 2]]

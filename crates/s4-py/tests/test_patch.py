@@ -89,7 +89,17 @@ def test_patches_nest_and_are_taken_back_in_turn(tmp_path):
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'presett'"):
         s4weights.patch(presett="fast")
+    for wrong in ({"device": "tpu"}, {"gpu_scratch": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            s4weights.patch(**wrong)
     assert not hasattr(torch.save, "__wrapped__")
+
+
+def test_a_patch_does_not_start_cuda(monkeypatch):
+    # Processes that are forked later could not use it.
+    monkeypatch.setattr(s4weights._device, "_engine", lambda scratch: pytest.fail("started"))
+    with s4weights.patch(device="cuda"):
+        pass
 
 
 def test_a_block_that_fails_takes_the_patch_back():

@@ -1,4 +1,4 @@
-"""What is refused before anything is written, read or changed."""
+"""Calls that are refused before anything is written, read or changed."""
 
 from __future__ import annotations
 
@@ -98,6 +98,16 @@ def test_an_argument_of_the_wrong_kind_is_named(tmp_path: Path) -> None:
             ("metrics: 'a' is 1000", lambda: store.save_checkpoint({}, 1, {"a": 10**400})),
             ("listen=5", lambda: Publisher(tmp_path / "c", listen=cast(Any, 5))),
             ("deadline='30'", lambda: finish_on_sigterm(store, cast(Any, "30")).__enter__()),
+            ("blocking='x'", lambda: store.save_checkpoint({}, 1, blocking=wrong)),
+            ("blocking='x'", lambda: s4weights.save({}, path, blocking=wrong)),
+            ("fallback='x'", lambda: store.load_checkpoint(fallback=wrong)),
+            ("read_only='x'", lambda: CheckpointStore(tmp_path / "b", read_only=wrong)),
+            (
+                "allow_network_fs='x'",
+                lambda: CheckpointStore(tmp_path / "b", allow_network_fs=wrong),
+            ),
+            ("timeout=nan", lambda: Subscriber("tcp://h:1", {}, timeout=float("nan"))),
+            ("timeout='x'", lambda: Subscriber("tcp://h:1", {}, timeout=wrong)),
             ("deadline=-5", lambda: finish_on_sigterm(store, -5).__enter__()),
         ]
         for named, call in calls:

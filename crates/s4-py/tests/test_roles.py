@@ -173,3 +173,27 @@ def test_weights_after_a_step_of_sgd_take_next_to_nothing(tmp_path: Path) -> Non
     # Hardly more than the momentum.
     assert delta.kind == "delta"
     assert delta.bytes < 4 * 300 * 200
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose keys are attributes, too: "values" and "items" hide the methods."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.__dict__ = self
+
+    def __reduce__(self) -> Any:
+        return Attributes, (dict(self),)
+
+
+def test_dicts_with_keys_that_hide_methods_have_roles(path: Path) -> None:
+    weights = model()
+    optimizer = adam(weights)
+    group = Attributes({**optimizer["param_groups"][0], "items": 1.0})
+    state = {i: Attributes({**s, "items": 1, "values": 2}) for i, s in optimizer["state"].items()}
+    both = {"state": state, "param_groups": [group]}
+    s4weights.save(Attributes({"values": weights, "items": 3, "optimizer": both}), path)
+    assert sorted({row["kind"] for row in rows(path)}) == ["exp_avg", "exp_avg_sq", "weight"]
+    found = s4weights.load(path, weights_only=False)
+    for name, w in weights.items():
+        assert torch.equal(found["values"][name], w)

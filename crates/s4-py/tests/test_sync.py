@@ -7,6 +7,7 @@ import http.server
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -275,6 +276,24 @@ def test_only_plain_tensors_are_published(tmp_path: Path) -> None:
         publisher.publish_delta(weights, 0)
 
 
+def test_why_tensors_cannot_be_published(tmp_path: Path) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    cases = {
+        "on the device meta": torch.ones(2, device="meta"),
+        "quantized (qint8)": quantized,
+        "of layout sparse_coo": torch.ones(2).to_sparse(),
+    }
+    with Publisher(tmp_path) as publisher:
+        for what, tensor in cases.items():
+            with pytest.raises(ValueError, match=re.escape(f"`w` is {what}: it cannot")):
+                publisher.publish_delta({"w": tensor}, 0)
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_named(tmp_path: Path) -> None:
+    with pytest.raises(s4weights.StorageError, match=r"cannot listen: .*too long"):
+        Publisher("memory:", listen=f"unix://{tmp_path}/{'x' * 200}")
+
+
 def test_what_is_damaged_on_the_way_touches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +351,7 @@ def test_memory_is_swept_while_no_save_is_running(monkeypatch: pytest.MonkeyPatc
         def watched(store: s4weights.CheckpointStore) -> None:
             pending = store._pending
             if publisher._sweeps:
-                swept.append((publisher._lock.locked(), pending is not None and pending.done()))
+                swept.append((publisher._turn.is_mine(), pending is not None and pending.done()))
             sweep(store)
 
         monkeypatch.setattr(publisher, "_sweep", watched)

@@ -1,4 +1,4 @@
-"""Where files go to and come from: paths, URLs, streams, and targets that fail."""
+"""Targets and sources of files: paths, URLs, streams, and targets that fail."""
 
 from __future__ import annotations
 

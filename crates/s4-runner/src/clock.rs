@@ -51,9 +51,8 @@ impl Moment {
         Self { steady: Instant::now(), uptime: Uptime::now(), wall_ms: now_ms() }
     }
 
-    /// When something happened that another process recorded, by the steady clock of this process.
-    /// Uses the uptime, or the wall clock (which may have been set) after a reboot. Never in the
-    /// future.
+    /// When an event that another process recorded took place, by the steady clock of this process. Uses the
+    /// uptime, or, after a reboot, the wall clock, which may have been set. Never in the future.
     #[must_use]
     pub(crate) fn of(&self, uptime: Option<&Uptime>, wall_ms: i64) -> Instant {
         let by_uptime = uptime.zip(self.uptime.as_ref()).and_then(|(then, now)| {

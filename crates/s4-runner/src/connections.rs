@@ -1,5 +1,5 @@
-//! Connections, bounded in number, size and time for every client. One beyond the limit replaces
-//! the oldest, so that nobody can lock others out by holding connections open.
+//! Connections, with limits on number, size and time for every client. A connection beyond the limit replaces the
+//! oldest one, so that nobody can lock others out by holding connections open.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -14,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-/// The most connections open at once, per listener.
+/// The most connections open at the same time, per listener.
 const MAX_CONNECTIONS: usize = 128;
 /// The most bytes of a request's head.
 const MAX_HEAD: usize = 32 << 10;

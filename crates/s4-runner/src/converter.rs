@@ -1,5 +1,6 @@
 //! Runs the program that turns PyTorch's files into a `.s4w` file: the `s4w` of the Python wheel.
 
+use std::fs;
 use std::io::{self, Read};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -12,15 +13,19 @@ use crate::watch::Unconverted;
 const LONGEST: Duration = Duration::from_secs(3600);
 /// How many characters of the program's error output are passed on: the last ones.
 const SAID: usize = 500;
+/// Added, in thousandths of the machine's memory, to the program's share of memory when the kernel chooses a
+/// process to kill: the program should be killed rather than the training, or the service, whose adjustment it
+/// would inherit.
+const OOM_SCORE: i32 = 500;
 /// The program's exit code if something could not be read or written, such as on a full drive.
 const IO: i32 = 3;
 
-/// Converts a file or folder. `ends` tells whether the service is ending.
+/// Converts a file or folder with a program, using this many threads. `ends` tells whether the service is ending.
 ///
 /// # Errors
 /// [`Unconverted`], with the end of the program's error output.
 pub(crate) fn run(
-    program: &Path,
+    (program, threads): (&Path, Option<usize>),
     from: &Path,
     to: &Path,
     ends: &dyn Fn() -> bool,
@@ -28,20 +33,32 @@ pub(crate) fn run(
     let later = |e: io::Error| Unconverted::Later(format!("{}: {e}", program.display()));
     let mut command = Command::new(program);
     command.arg("compress").arg(from).arg(to).stdin(Stdio::null()).stdout(Stdio::null());
+    if let Some(threads) = threads {
+        command.arg("--threads").arg(threads.to_string());
+    }
     let mut child = command.stderr(Stdio::piped()).spawn().map_err(later)?;
+    goes_first(child.id());
     let said = listen(&mut child);
     let status = wait(&mut child, ends).map_err(later)?;
     let said = said.map(|thread| thread.join().unwrap_or_default()).unwrap_or_default();
     let why = |status: ExitStatus| format!("{} ended with {status}: {said}", program.display());
     match status {
         Some(status) if status.success() => Ok(()),
-        // Killed (perhaps for its memory), or a failed read or write.
-        Some(status) if status.code().is_none_or(|code| code == IO) => {
-            Err(Unconverted::Later(why(status)))
-        }
+        Some(status) if status.code().is_none() => Err(Unconverted::Killed(why(status))),
+        Some(status) if status.code() == Some(IO) => Err(Unconverted::Later(why(status))),
         Some(status) => Err(Unconverted::Rejected(why(status))),
         None if ends() => Err(Unconverted::Later("the runner is shutting down".into())),
         None => Err(Unconverted::Rejected("converting it took too long".into())),
+    }
+}
+
+/// Makes a process the first that the kernel kills when memory runs out, unless it already is.
+fn goes_first(process: u32) {
+    let file = format!("/proc/{process}/oom_score_adj");
+    let now = fs::read_to_string(&file).ok().and_then(|text| text.trim().parse::<i32>().ok());
+    if now.is_some_and(|now| now < OOM_SCORE) {
+        // It may have ended already.
+        let _ = fs::write(file, OOM_SCORE.to_string());
     }
 }
 
@@ -86,24 +103,27 @@ mod tests {
     fn outcome(script: &str) -> Result<(), Unconverted> {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("convert");
-        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
-        run(&program, Path::new("a b"), Path::new("c"), &|| false)
+        fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        run((&program, Some(3)), Path::new("a b"), Path::new("c"), &|| false)
     }
 
     #[test]
     fn outcomes_are_told_apart() {
-        outcome("[ \"$1|$2|$3\" = 'compress|a b|c' ]").unwrap();
+        outcome("[ \"$*\" = 'compress a b c --threads 3' ] && [ $# = 5 ]").unwrap();
+        #[cfg(target_os = "linux")]
+        outcome("until [ \"$(cat /proc/$$/oom_score_adj)\" -ge 500 ]; do sleep 0.1; done").unwrap();
         let bad = outcome("echo no checkpoint >&2; exit 1").unwrap_err();
         assert!(
             matches!(&bad, Unconverted::Rejected(why) if why.ends_with("1: no checkpoint")),
             "{bad}"
         );
-        for passes in ["echo the drive is full >&2; exit 3", "kill -9 $$"] {
-            let later = outcome(passes).unwrap_err();
-            assert!(matches!(later, Unconverted::Later(_)), "{later}");
-        }
-        let missing = run(Path::new("/no/such/program"), Path::new("a"), Path::new("b"), &|| false);
+        let later = outcome("echo the drive is full >&2; exit 3").unwrap_err();
+        assert!(matches!(later, Unconverted::Later(_)), "{later}");
+        let killed = outcome("kill -9 $$").unwrap_err();
+        assert!(matches!(killed, Unconverted::Killed(_)), "{killed}");
+        let program = (Path::new("/no/such/program"), None);
+        let missing = run(program, Path::new("a"), Path::new("b"), &|| false);
         assert!(matches!(missing, Err(Unconverted::Later(_))));
     }
 
@@ -118,9 +138,9 @@ mod tests {
     fn it_ends_with_the_service() {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("convert");
-        std::fs::write(&program, "#!/bin/sh\nexec sleep 100\n").unwrap();
-        std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
-        let ended = run(&program, Path::new("a"), Path::new("b"), &|| true);
+        fs::write(&program, "#!/bin/sh\nexec sleep 100\n").unwrap();
+        fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        let ended = run((&program, None), Path::new("a"), Path::new("b"), &|| true);
         assert!(matches!(ended, Err(Unconverted::Later(_))));
     }
 }

@@ -1,4 +1,4 @@
-//! What is in the watched folder: files, and folders that `torch.distributed.checkpoint` writes.
+//! The watched folder's content: files, and folders that `torch.distributed.checkpoint` writes.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -45,7 +45,7 @@ pub(crate) enum Kind {
     },
 }
 
-/// What is at a path, if it can be a checkpoint. Links are not followed, and hidden names are ignored.
+/// The checkpoint at a path, if there may be one. Links are not followed, and hidden names are ignored.
 pub(crate) fn look(path: &Path) -> Option<Dropped> {
     let name = path.file_name()?.to_string_lossy();
     if name.starts_with('.') {

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-/// What keeps the service from starting, or ends it.
+/// Reasons why the service cannot start, or ends.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -1,4 +1,4 @@
-//! Signs of life of the threads, and what is known of the store and of interruptions.
+//! Signs of life of the threads, the state of the store, and interruptions.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
@@ -24,7 +24,7 @@ pub(crate) enum Thread {
     Upload,
 }
 
-/// What is known of the store.
+/// The state of the store, as far as it is known.
 #[derive(Debug, Clone, Default, Serialize)]
 pub(crate) struct StoreHealth {
     /// Whether the last request succeeded; `None`: there was none yet.
@@ -59,9 +59,11 @@ pub(crate) struct Health {
 struct Inner {
     store: StoreHealth,
     asked: Option<Instant>,
-    /// Why the last checkpoint could not be compressed.
+    /// Why the last checkpoint could not be compressed, with its submission's id.
     uncompressed: Option<(Uuid, String)>,
     interruption: Option<Interruption>,
+    /// Why the watched folder could not be read completely.
+    unwatched: Option<String>,
 }
 
 impl Default for Health {
@@ -139,7 +141,7 @@ impl Health {
         self.lock().uncompressed = problem.map(|problem| (id, problem));
     }
 
-    /// A checkpoint is forgotten, and what was wrong with it.
+    /// A checkpoint is forgotten, together with its problem.
     pub(crate) fn forget(&self, id: Uuid) {
         let uncompressed = &mut self.lock().uncompressed;
         uncompressed.take_if(|(of, _)| *of == id);
@@ -151,13 +153,24 @@ impl Health {
         self.lock().uncompressed.as_ref().map(|(_, problem)| problem.clone())
     }
 
+    /// The watched folder was read, or could not be read completely.
+    pub(crate) fn watched(&self, problem: Option<String>) {
+        self.lock().unwatched = problem;
+    }
+
+    /// Why the watched folder could not be read completely.
+    #[must_use]
+    pub(crate) fn unwatched(&self) -> Option<String> {
+        self.lock().unwatched.clone()
+    }
+
     /// Whether the store answered lately.
     #[must_use]
     pub(crate) fn store_is_known(&self) -> bool {
         self.lock().asked.is_some_and(|at| at.elapsed() < ASK)
     }
 
-    /// What is known of the store.
+    /// The state of the store, as far as it is known.
     #[must_use]
     pub(crate) fn store(&self) -> StoreHealth {
         self.lock().store.clone()

@@ -43,7 +43,7 @@ pub(crate) async fn serve(listener: TcpListener, router: Router) {
     }
 }
 
-/// Waits after a failed accept: the process is out of file descriptors, say, which passes.
+/// Waits after a failed accept: the cause, such as a lack of file descriptors, may be temporary.
 pub(crate) async fn pause_after(e: &std::io::Error) {
     tracing::warn!(error = %e, "a connection could not be accepted");
     tokio::time::sleep(std::time::Duration::from_millis(200)).await;
@@ -68,7 +68,7 @@ fn failed() -> Response {
     guarded(StatusCode::INTERNAL_SERVER_ERROR, "text/plain", "failed\n".into())
 }
 
-/// Says no if a thread is stuck, which a new process would fix.
+/// Answers with a failure if a thread is stuck, which a new process would fix.
 async fn alive(State(service): State<Arc<Service>>) -> Response {
     let good = service.health.stalled().is_empty();
     let text = if good { "ok\n" } else { "a thread has stalled\n" };

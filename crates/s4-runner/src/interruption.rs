@@ -50,7 +50,7 @@ pub(crate) fn notice(health: &Health, queue: &SharedQueue, source: &'static str,
     queue.set_mode(Mode::Urgent);
 }
 
-/// What a notice says, from its known members only: `terminate at 2026-01-01T00:00:00Z`.
+/// A summary of a notice, from its known members only: `terminate at 2026-01-01T00:00:00Z`.
 fn described(text: &str) -> String {
     let value: serde_json::Value = serde_json::from_str(text).unwrap_or_default();
     let word = |name: &str| value[name].as_str().map(|w| w.chars().take(40).collect::<String>());

@@ -14,8 +14,8 @@ use crate::record::Record;
 
 /// The most bytes of a record.
 const MAX_RECORD: u64 = 256 << 10;
-/// Bytes reserved on the drive for updates to the records of accepted checkpoints when it is full.
-/// Without them nothing could become durable, which is what makes room.
+/// Bytes reserved on the drive for updates to the records of accepted checkpoints when it is full. Without them no
+/// checkpoint could become durable, and only that makes room.
 const RESERVE: usize = 256 << 10;
 
 /// The folder of the records, locked by this process.
@@ -114,7 +114,7 @@ impl Journal {
         }
     }
 
-    /// Releases the reserved room for `work`, which makes room but needs some first.
+    /// Releases the reserved room for `work`, which frees room but first needs some.
     pub(crate) fn with_reserve<T>(&self, work: impl FnOnce() -> T) -> T {
         // The reserve may already be used up.
         let _ = fs::remove_file(&self.reserve);
@@ -307,31 +307,19 @@ pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::clock::Moment;
     use crate::record::State;
 
     fn record(seq: u64) -> Record {
         Record {
-            v: 1,
-            id: Uuid::new_v4(),
             seq,
-            step: seq * 10,
-            state: State::Staged,
             staged_bytes: 1,
-            raw_bytes: 0,
-            stored_bytes: 0,
             metrics: [("loss".to_owned(), 0.1 + 0.2)].into(),
             tags: [("run".to_owned(), "a".to_owned())].into(),
             uid: 1,
             submitted_ms: 5,
             submitted_at: None,
-            durable_ms: None,
-            durable_after_ms: None,
-            origin: None,
-            local: None,
-            local_parent: None,
-            attempts: vec![],
-            remote: None,
-            error: None,
+            ..Record::new(Uuid::new_v4(), seq * 10, &Moment::now())
         }
     }
 

@@ -185,7 +185,7 @@ impl Metrics {
         self.queued.set(number(status.queued_bytes));
         self.free.set(number(status.staging_free_bytes));
         self.step.set(status.last_durable.as_ref().map_or(0, |d| number(d.step)));
-        self.durable_at.set(seconds(status.last_durable.as_ref().and_then(|d| d.durable_ms)));
+        self.durable_at.set(seconds(status.last_durable_ms));
         self.lag.set(status.durable_lag_seconds);
         self.reachable.set(i64::from(status.store.reachable == Some(true)));
         self.ready.set(i64::from(status.ready));

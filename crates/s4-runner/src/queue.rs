@@ -1,4 +1,4 @@
-//! The queue: every record, who waits for what, and what is done next.
+//! The queue: holds every record, wakes those who wait for a change, and decides what is done next.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
@@ -17,10 +17,10 @@ use crate::record::{Record, State};
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// The longest pause after a failure.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// How many durable records are remembered, so that clients waiting for one still hear of it.
+/// Number of durable records that are kept, so that clients still waiting for one get an answer.
 const REMEMBERED: usize = 1000;
 
-/// All submissions. Every change that a crash must not undo is in the journal before anybody hears of it.
+/// All submissions. A change that a crash must not undo is in the journal before anybody can see it.
 pub(crate) struct Queue {
     inner: Mutex<Inner>,
     /// Held while a record is changed, from reading it until the change is in the journal and in memory. `inner` is
@@ -55,7 +55,7 @@ pub(crate) enum Mode {
     Draining,
 }
 
-/// What a thread does next.
+/// A thread's next task.
 #[derive(Debug)]
 pub(crate) enum Work {
     /// Work on this record.
@@ -73,14 +73,16 @@ pub(crate) struct Submission {
     pub id: Uuid,
     /// The training step.
     pub step: u64,
-    /// Numbers that retention can choose by.
+    /// Named numbers by which retention can select.
     pub metrics: BTreeMap<String, f64>,
-    /// Words for people and tools.
+    /// Free text for people and tools.
     pub tags: BTreeMap<String, String>,
     /// Who submits it.
     pub uid: u32,
     /// The file or folder that it came from, in watch mode.
     pub origin: Option<crate::record::Origin>,
+    /// The submission that was lost with the local drive, whose place it takes.
+    pub replaces: Option<Uuid>,
 }
 
 impl Queue {
@@ -172,7 +174,7 @@ impl Queue {
         let mut inner = self.lock();
         if inner.mode != Mode::Draining {
             inner.mode = mode;
-            // Retry what failed at once: there may be no later.
+            // Retry failed records immediately: there may be no later.
             if mode != Mode::Steady {
                 inner.pauses.clear();
             }
@@ -194,7 +196,7 @@ impl Queue {
     }
 
     /// Accepts a checkpoint whose file is staged. It is in the journal when this returns. `None`: the queue is
-    /// draining, and nothing was accepted: the drain does not wait for what comes later.
+    /// draining and nothing was accepted, since the drain does not wait for later submissions.
     ///
     /// # Errors
     /// Any I/O error of the journal. Then nothing was accepted.
@@ -204,36 +206,27 @@ impl Queue {
         staged_bytes: u64,
     ) -> io::Result<Option<Record>> {
         let _changing = self.change();
-        let seq = self.lock().records.last_key_value().map_or(1, |(last, _)| last + 1);
-        let Submission { id, step, metrics, tags, uid, origin } = submission;
+        let Submission { id, step, metrics, tags, uid, origin, replaces } = submission;
+        let lost = replaces.and_then(|id| self.get(id)).filter(Record::is_lost);
+        let next = || self.lock().records.last_key_value().map_or(1, |(last, _)| last + 1);
+        let seq = lost.as_ref().map_or_else(next, |lost| lost.seq);
         let now = Moment::now();
-        let record = Record {
-            v: 1,
-            id,
-            seq,
-            step,
-            state: State::Staged,
-            staged_bytes,
-            raw_bytes: 0,
-            stored_bytes: 0,
-            metrics,
-            tags,
-            uid,
-            submitted_ms: now.wall_ms,
-            submitted_at: now.uptime,
-            durable_ms: None,
-            durable_after_ms: None,
-            origin,
-            local: None,
-            local_parent: None,
-            attempts: vec![],
-            remote: None,
-            error: None,
+        let record =
+            Record { seq, staged_bytes, metrics, tags, uid, origin, ..Record::new(id, step, &now) };
+        // No two records may have the same place.
+        if let Some(lost) = &lost {
+            self.journal.remove(lost.id)?;
+        }
+        let put_back = || {
+            if let Some(lost) = &lost {
+                let _ = self.journal.put(lost);
+            }
         };
         if let Err(e) = self.journal.put(&record) {
             // The record may have been written but not synced, and the trainer will be told that
             // nothing was accepted.
             let _ = self.journal.remove(id);
+            put_back();
             return Err(e);
         }
         // Under one lock: whoever sets the mode sees everything that was accepted before.
@@ -241,12 +234,16 @@ impl Queue {
             let mut inner = self.lock();
             let draining = inner.mode == Mode::Draining;
             if !draining {
+                if let Some(lost) = &lost {
+                    inner.remove(lost.seq, lost.id);
+                }
                 inner.insert(record.clone(), now.steady);
             }
             draining
         };
         if draining {
             self.journal.remove(id)?;
+            put_back();
             return Ok(None);
         }
         self.tell();
@@ -428,10 +425,10 @@ impl Inner {
         self.pauses.get(&seq).is_none_or(|(at, _)| *at <= Instant::now())
     }
 
-    /// The records that are `waiting`, in the order in which they are worked on: the oldest first or, in a hurry,
-    /// the newest. Those older than one that is `done` come after that, the oldest first even then: each gets the
-    /// place just before the next newer one that is listed, so going backwards would put them before checkpoints
-    /// that are older.
+    /// The records that are `waiting`, in the order of work: the oldest first or, in a hurry, the newest. In a
+    /// hurry, records older than one that is `done` come last, and the oldest of them first: each is listed just
+    /// before the next newer checkpoint that is listed already. Newest first, each would get an earlier position than
+    /// the one before, perhaps even before checkpoints that are older than it.
     fn in_order(
         &self,
         waiting: impl Fn(&Record) -> bool,
@@ -489,6 +486,11 @@ mod tests {
         format!("00000000-0000-7000-8000-0000000000{n:02}").parse().unwrap()
     }
 
+    fn submission(id: Uuid, step: u64) -> Submission {
+        let (metrics, tags) = Default::default();
+        Submission { id, step, metrics, tags, uid: 1, origin: None, replaces: None }
+    }
+
     /// Verified checkpoints, given the parent of each.
     fn verified(parents: &[Option<usize>]) -> Case {
         let dir = tempfile::tempdir().unwrap();
@@ -496,9 +498,7 @@ mod tests {
         let queue = Queue::new(journal, records, &Moment::now());
         let accept = |(n, parent): (usize, &Option<usize>)| {
             let id = Uuid::new_v4();
-            let (metrics, tags) = Default::default();
-            let submission = Submission { id, step: n as u64, metrics, tags, uid: 1, origin: None };
-            queue.accept(submission, 1).unwrap();
+            queue.accept(submission(id, n as u64), 1).unwrap();
             let done = queue.update(id, |r| {
                 r.state = State::Verified;
                 r.local = Some(checkpoint(n as u8));
@@ -605,8 +605,7 @@ mod tests {
         let folder = case.dir.path().join("journal");
         std::fs::remove_dir_all(&folder).unwrap();
         let id = Uuid::new_v4();
-        let (metrics, tags) = Default::default();
-        let submission = Submission { id, step: 9, metrics, tags, uid: 1, origin: None };
+        let submission = submission(id, 9);
         assert!(case.queue.accept(submission, 1).is_err());
         assert!(case.queue.get(id).is_none());
         assert!(case.queue.update(case.ids[0], |r| r.state = State::Durable).is_err());
@@ -622,8 +621,7 @@ mod tests {
         let pipe = case.dir.path().join(format!("journal/{id}.tmp"));
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         std::thread::scope(|scope| {
-            let (metrics, tags) = Default::default();
-            let submission = Submission { id, step: 9, metrics, tags, uid: 1, origin: None };
+            let submission = submission(id, 9);
             let accepting = scope.spawn(|| case.queue.accept(submission, 1));
             while case.queue.changing.try_lock().is_ok() {
                 std::thread::yield_now();
@@ -650,5 +648,27 @@ mod tests {
         assert!(case.queue.forget_failed(case.ids[1]).unwrap());
         assert!(!case.queue.forget_failed(case.ids[1]).unwrap());
         assert_eq!(case.queue.list().len(), 1);
+    }
+
+    #[test]
+    fn what_replaces_a_lost_one_takes_its_place() {
+        let case = verified(&[None, None]);
+        let (lost, id) = (case.ids[0], Uuid::new_v4());
+        let again = || Submission { replaces: Some(lost), ..submission(id, 0) };
+        let gone = |r: &mut Record| {
+            (r.state, r.error) = (State::Failed, Some(crate::record::FILE_GONE.to_owned()));
+        };
+        case.queue.update(lost, gone).unwrap();
+        assert_eq!(case.queue.accept(again(), 1).unwrap().unwrap().seq, 1);
+        let ids = |records: Vec<Record>| records.iter().map(|r| r.id).collect::<Vec<_>>();
+        assert_eq!(ids(case.queue.list()), [id, case.ids[1]]);
+        let kept = |id: Uuid| case.dir.path().join(format!("journal/{id}.json")).exists();
+        assert_eq!([lost, id].map(kept), [false, true]);
+        // While the queue drains, nothing is lost, nor taken.
+        case.queue.update(id, gone).unwrap();
+        case.queue.set_mode(Mode::Draining);
+        let other = Submission { replaces: Some(id), ..submission(Uuid::new_v4(), 0) };
+        assert_eq!(case.queue.accept(other, 1).unwrap(), None);
+        assert!(kept(id) && ids(case.queue.list()) == [id, case.ids[1]]);
     }
 }

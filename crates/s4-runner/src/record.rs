@@ -10,7 +10,7 @@ use uuid::Uuid;
 use crate::clock::{Moment, Uptime};
 use crate::stores::SUBMISSION;
 
-/// How far a checkpoint is.
+/// The progress of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum State {
@@ -94,7 +94,7 @@ pub(crate) struct Record {
     pub seq: u64,
     /// The training step.
     pub step: u64,
-    /// How far it is.
+    /// Its progress.
     pub state: State,
     /// Bytes of the staged file.
     pub staged_bytes: u64,
@@ -102,9 +102,9 @@ pub(crate) struct Record {
     pub raw_bytes: u64,
     /// Bytes as stored.
     pub stored_bytes: u64,
-    /// Numbers that retention can choose by.
+    /// Named numbers by which retention can select.
     pub metrics: BTreeMap<String, f64>,
-    /// Words for people and tools.
+    /// Free text for people and tools.
     pub tags: BTreeMap<String, String>,
     /// Who submitted it.
     pub uid: u32,
@@ -132,35 +132,64 @@ pub(crate) struct Record {
     pub error: Option<String>,
 }
 
+/// The error of a checkpoint whose staged file is no longer there.
+pub(crate) const FILE_GONE: &str =
+    "its file is gone from the staging folder: was the drive replaced?";
+/// The error of a checkpoint that the local store no longer has.
+pub(crate) const COPY_GONE: &str = "its local copy is gone: was the drive replaced?";
+
 impl Record {
-    /// A record for a checkpoint of the local store that must be uploaded. Its `seq` is not assigned yet.
+    /// A record for a checkpoint that is submitted now. Its `seq` is not assigned yet.
     #[must_use]
-    pub(crate) fn of_local(id: Uuid, checkpoint: &Checkpoint) -> Self {
-        let (about, now) = (&checkpoint.about, Moment::now());
-        let mut tags = about.tags.clone();
-        tags.remove(SUBMISSION);
+    pub(crate) fn new(id: Uuid, step: u64, now: &Moment) -> Self {
         Self {
             v: 1,
             id,
             seq: 0,
-            step: checkpoint.step(),
-            state: State::Verified,
+            step,
+            state: State::Staged,
             staged_bytes: 0,
+            raw_bytes: 0,
+            stored_bytes: 0,
+            metrics: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            uid: 0,
+            submitted_ms: now.wall_ms,
+            submitted_at: now.uptime.clone(),
+            durable_ms: None,
+            durable_after_ms: None,
+            origin: None,
+            local: None,
+            local_parent: None,
+            attempts: vec![],
+            remote: None,
+            error: None,
+        }
+    }
+
+    /// Whether none of its data is left on the local drive.
+    #[must_use]
+    pub(crate) fn is_lost(&self) -> bool {
+        let gone = |error: &str| [FILE_GONE, COPY_GONE].contains(&error);
+        self.state == State::Failed && self.error.as_deref().is_some_and(gone)
+    }
+
+    /// A record for a checkpoint of the local store that must be uploaded. Its `seq` is not assigned yet.
+    #[must_use]
+    pub(crate) fn of_local(id: Uuid, checkpoint: &Checkpoint) -> Self {
+        let about = &checkpoint.about;
+        let mut tags = about.tags.clone();
+        tags.remove(SUBMISSION);
+        Self {
+            state: State::Verified,
             raw_bytes: about.raw_len,
             stored_bytes: about.data_len.saturating_add(about.manifest_len),
             metrics: about.metrics.clone(),
             tags,
             uid: rustix::process::getuid().as_raw(),
-            submitted_ms: now.wall_ms,
-            submitted_at: now.uptime,
-            durable_ms: None,
-            durable_after_ms: None,
-            origin: None,
             local: Some(checkpoint.id()),
             local_parent: about.parent.map(|parent| parent.id),
-            attempts: vec![],
-            remote: None,
-            error: None,
+            ..Self::new(id, checkpoint.step(), &Moment::now())
         }
     }
 

@@ -16,15 +16,16 @@ use uuid::Uuid;
 use crate::record::{Record, State};
 use crate::service::Service;
 use crate::staging::UNFETCHED;
+use crate::stores::find_any;
 
-/// What to restore.
+/// The checkpoint to restore.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wanted {
     /// The newest that can be read.
     Newest,
     /// The newest of a step.
     Step(u64),
-    /// A submission.
+    /// A submission, or a checkpoint that the store lists, by its id.
     Submission(Uuid),
 }
 
@@ -47,7 +48,7 @@ pub(crate) struct Restored {
     pub step: u64,
     /// Where it came from: `staged`, `local` or `store`.
     pub tier: &'static str,
-    /// What could not be used, such as a damaged copy, and why.
+    /// Copies that could not be used, such as damaged ones, and why.
     pub skipped: Vec<String>,
 }
 
@@ -68,12 +69,12 @@ impl Place {
     }
 }
 
-/// At most this many restores run at once: each reads and writes a whole checkpoint.
+/// Maximum number of restores at the same time: each reads and writes a whole checkpoint.
 const MAX_RUNNING: usize = 4;
 /// For how long after the last request an outcome can be asked for: as long as its file is kept.
 const KEPT: Duration = UNFETCHED;
 
-/// What came of a restore; all who wait for it share it.
+/// The result of a restore, shared by all who wait for it.
 pub(crate) type Outcome = Arc<s4weights::Result<Restored>>;
 
 /// Restores that run, or ended recently, by the id that the client made. A restore may take longer
@@ -125,39 +126,49 @@ impl Service {
     /// The last failure, if nothing could be restored; [`Error::NotFound`] if there is nothing.
     fn restore(&self, wanted: Wanted) -> s4weights::Result<Restored> {
         self.check_room()?;
-        let mut skipped = vec![];
-        let mut last = None;
-        let mut try_at = |step: u64, place: Place| -> Option<Restored> {
-            let started = Instant::now();
-            match self.copy_out(&place) {
-                Ok(path) => {
-                    self.metrics.restored(place.tier(), started.elapsed());
-                    let skipped = std::mem::take(&mut skipped);
-                    Some(Restored { path, step, tier: place.tier(), skipped })
-                }
-                Err(e) => {
-                    skipped.push(format!("step {step}, {}: {e}", place.tier()));
-                    last = Some(e);
-                    None
-                }
-            }
-        };
-        let (candidates, no_list) = self.candidates(wanted);
-        for (step, place) in candidates {
-            if let Some(mut done) = try_at(step, place) {
-                done.skipped.extend(no_list.map(|e| format!("the store's list: {e}")));
-                return Ok(done);
-            }
-        }
         let target = format!("{}: {wanted}", self.config.store_name());
-        // If the store does not answer, it may well have the checkpoint, so its error is returned.
-        Err(last.or(no_list).unwrap_or(Error::NotFound { target }))
+        let (mut candidates, mut no_list) = self.candidates(wanted);
+        if candidates.is_empty() {
+            // If the store does not answer, it may well have the checkpoint, so its error is returned.
+            return Err(no_list.unwrap_or(Error::NotFound { target }));
+        }
+        let (mut skipped, mut again) = (vec![], true);
+        loop {
+            let mut last = None;
+            for (step, place) in candidates {
+                let started = Instant::now();
+                match self.copy_out(&place) {
+                    Ok(path) => {
+                        self.metrics.restored(place.tier(), started.elapsed());
+                        skipped.extend(no_list.map(|e| format!("the store's list: {e}")));
+                        return Ok(Restored { path, step, tier: place.tier(), skipped });
+                    }
+                    Err(e) => {
+                        skipped.push(format!("step {step}, {}: {e}", place.tier()));
+                        last = Some(e);
+                    }
+                }
+            }
+            match last.or(no_list) {
+                // A checkpoint that became durable meanwhile was removed here, and is in the store now.
+                Some(Error::NotFound { .. }) if again => again = false,
+                // This must not look like a run without checkpoints.
+                Some(Error::NotFound { target }) if wanted == Wanted::Newest => {
+                    let source = std::io::ErrorKind::NotFound.into();
+                    return Err(Error::Io { target, action: "open", source });
+                }
+                Some(e) => return Err(e),
+                None => return Err(Error::NotFound { target }),
+            }
+            (candidates, no_list) = self.candidates(wanted);
+        }
     }
 
-    /// The places that may have the wanted checkpoint, newest first: checkpoints that are not
-    /// durable yet, then those that the store lists, of which the local drive may have copies. What
-    /// other runners saved there counts; what was retired there does not. If the store does not
-    /// answer, its error is returned and the journal alone is used.
+    /// The places that may have the wanted checkpoint, newest first: checkpoints that are not durable yet, and
+    /// those that the store lists, of which the local drive may have copies. This runner's own are in the order of
+    /// submission, which may differ from the order in which they became durable. Checkpoints that other runners
+    /// saved in the store are included; retired ones are not. If the store does not answer, its error is returned
+    /// and the journal alone is used.
     fn candidates(&self, wanted: Wanted) -> (Vec<(u64, Place)>, Option<Error>) {
         let fits = |step: u64| wanted == Wanted::Newest || wanted == Wanted::Step(step);
         let mut records = self.queue.list();
@@ -170,6 +181,14 @@ impl Service {
             self.places(record).into_iter().map(|place| (record.step, place)).collect()
         };
         let listed = match wanted {
+            Wanted::Submission(id) if records.is_empty() => {
+                return match self.stores.remote().and_then(|store| find_any(&store, id)) {
+                    Ok(found) => {
+                        (found.iter().map(|c| (c.step(), Place::Store(c.id()))).collect(), None)
+                    }
+                    Err(e) => (vec![], Some(e)),
+                };
+            }
             Wanted::Submission(_) => return (records.iter().flat_map(of).collect(), None),
             _ => self.stores.remote().and_then(|store| store.list()),
         };
@@ -177,16 +196,13 @@ impl Service {
             Ok(listed) => listed,
             Err(e) => return (records.iter().flat_map(of).collect(), Some(e)),
         };
-        let (durable, pending): (Vec<_>, Vec<_>) =
-            records.iter().partition(|r| r.state == State::Durable);
-        let mut out: Vec<_> = pending.into_iter().flat_map(of).collect();
-        for checkpoint in listed.iter().rev().filter(|c| fits(c.step())) {
-            match durable.iter().find(|r| r.remote == Some(checkpoint.id())) {
-                Some(record) => out.extend(of(record)),
-                None => out.push((checkpoint.step(), Place::Store(checkpoint.id()))),
-            }
-        }
-        (out, None)
+        let listed = listed.iter().rev().filter(|c| fits(c.step()));
+        let listed: Vec<_> = listed.map(|c| (c.step(), c.id())).collect();
+        let places = in_order(&records, &listed).into_iter().flat_map(|found| match found {
+            Found::Own(record) => of(record),
+            Found::Other(step, id) => vec![(step, Place::Store(id))],
+        });
+        (places.collect(), None)
     }
 
     /// Restored files must not fill the drive.
@@ -205,14 +221,8 @@ impl Service {
 
     fn places(&self, record: &Record) -> Vec<Place> {
         let staged = self.staging.has(record.id).then_some(Place::Staged(record.id));
-        let local = record.local.filter(|id| self.is_local(*id)).map(Place::Local);
+        let local = record.local.filter(|id| self.stores.has_local(Some(*id))).map(Place::Local);
         staged.into_iter().chain(local).chain(record.remote.map(Place::Store)).collect()
-    }
-
-    /// Whether the local store still has a checkpoint: it keeps only the newest.
-    fn is_local(&self, id: CheckpointId) -> bool {
-        let state = self.stores.local().and_then(|store| store.state());
-        state.is_ok_and(|state| state.get(id).is_some())
     }
 
     fn copy_out(&self, place: &Place) -> s4weights::Result<PathBuf> {
@@ -247,6 +257,73 @@ impl Service {
     }
 }
 
+/// A checkpoint of this runner, or another one that the store lists.
+#[derive(Debug, PartialEq)]
+enum Found<'a> {
+    Own(&'a Record),
+    Other(u64, CheckpointId),
+}
+
+/// This runner's checkpoints in the order of `records`, without those that the store should list but does not,
+/// merged with all others that are `listed`, in the store's order. All are newest first. One that became durable
+/// late takes the place of one that did so early.
+fn in_order<'a>(records: &'a [Record], listed: &[(u64, CheckpointId)]) -> Vec<Found<'a>> {
+    let is_pending = |r: &Record| r.state != State::Durable;
+    let is_of = |r: &Record, id| !is_pending(r) && r.remote == Some(id);
+    let counts = |r: &&Record| is_pending(r) || listed.iter().any(|(_, id)| is_of(r, *id));
+    let (mut own, mut out) = (records.iter().filter(counts).peekable(), vec![]);
+    for &(step, id) in listed {
+        while let Some(record) = own.next_if(|r| is_pending(r)) {
+            out.push(Found::Own(record));
+        }
+        match records.iter().any(|r| is_of(r, id)) {
+            true => out.extend(own.next().map(Found::Own)),
+            false => out.push(Found::Other(step, id)),
+        }
+    }
+    out.extend(own.map(Found::Own));
+    out
+}
+
 fn opened(store: &CheckpointStore, id: CheckpointId) -> s4weights::Result<Arc<Reader>> {
     Ok(Arc::clone(store.load_id(id, None)?.reader()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn own_checkpoints_keep_their_order_whenever_they_became_durable() {
+        let ids: Vec<CheckpointId> =
+            (0..9).map(|_| Uuid::new_v4().to_string().parse().unwrap()).collect();
+        // Newest first; those that are durable, and that the store should list under this id.
+        let records = |states: &[Option<usize>]| -> Vec<Record> {
+            let of = |(i, remote): (usize, &Option<usize>)| Record {
+                seq: (9 - i) as u64,
+                state: if remote.is_some() { State::Durable } else { State::Uploading },
+                remote: remote.map(|n| ids[n]),
+                ..Record::new(Uuid::new_v4(), 0, &crate::clock::Moment::now())
+            };
+            states.iter().enumerate().map(of).collect()
+        };
+        let check = |states: &[Option<usize>], listed: &[usize], expected: &str| {
+            let (records, listed) = (records(states), listed.iter().map(|n| (0, ids[*n])));
+            let found = in_order(&records, &listed.collect::<Vec<_>>());
+            let name = |found: &Found<'_>| match found {
+                Found::Own(r) => r.seq.to_string(),
+                Found::Other(..) => "-".to_owned(),
+            };
+            assert_eq!(found.iter().map(name).collect::<String>(), expected, "{states:?}");
+        };
+        check(&[None, None, Some(0)], &[0], "987");
+        // The newest was uploaded first.
+        check(&[Some(0), None, None], &[0], "987");
+        check(&[Some(0), None, Some(1), None], &[0, 1], "9876");
+        // Others' checkpoints keep their places; a retired one is not there.
+        check(&[None, Some(0), Some(1), Some(2)], &[5, 0, 6, 2], "9-8-6");
+        check(&[Some(1), Some(0)], &[0, 5, 1], "9-8");
+        check(&[None], &[5], "9-");
+        check(&[], &[5, 6], "--");
+    }
 }

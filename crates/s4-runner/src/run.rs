@@ -22,7 +22,7 @@ use crate::interruption::{notice, watch_spot};
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::queue::{Mode, Queue};
-use crate::record::{Record, State};
+use crate::record::{FILE_GONE, Record, State};
 use crate::restore::Restores;
 use crate::service::Service;
 use crate::staging::Staging;
@@ -31,10 +31,10 @@ use crate::watch::{Convert, Unconverted, Watcher};
 use crate::worker::{CrashHook, Worker};
 use crate::{http, memory, notify, socket};
 
-/// How long threads may take to end after they were told to.
+/// How long threads may take to end after they were asked to.
 const END: Duration = Duration::from_secs(5);
 
-/// What the program passes to the service, and tests replace.
+/// Parts of the service that the program supplies, and that tests replace.
 #[derive(Clone)]
 pub struct Hooks {
     /// Called at each named place.
@@ -63,9 +63,9 @@ fn devices() -> std::result::Result<String, String> {
     if names.is_empty() { Err("no CUDA device".to_owned()) } else { Ok(names.join(", ")) }
 }
 
-/// Runs the service until a signal ends it and everything accepted is durable, or time is up; the
-/// journal keeps the rest for the next start, and [`Error::NotDurable`] names it. The start goes in this order: configuration,
-/// entitlement, GPU, journal, sockets, `READY=1`.
+/// Runs the service until a signal ends it and everything accepted is durable, or time is up. The journal keeps the
+/// rest for the next start, and [`Error::NotDurable`] names it. Order of the start: configuration, entitlement,
+/// GPU, journal, sockets, `READY=1`.
 ///
 /// # Errors
 /// [`Error`]; except for `NotDurable`, nothing listened.
@@ -134,7 +134,7 @@ fn named(records: &[&Record]) -> String {
     all.join(", ")
 }
 
-/// Says what encodes, and why.
+/// Names the encoder, and the reason for the choice.
 fn engine(config: &Config, hooks: &Hooks) -> Result<String> {
     match (hooks.gpu)() {
         Ok(names) => Ok(format!(
@@ -166,10 +166,9 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
         // The journal may have failed after it had written the record, so that the file was given back.
         let is_there = staging.has(record.id) || staging.take(record.id, record.uid).is_ok();
         if !is_there {
-            let why = "its file is gone from the staging folder: was the drive replaced?";
-            tracing::error!(id = %record.id, step = record.step, why);
+            tracing::error!(id = %record.id, step = record.step, why = FILE_GONE);
             record.state = State::Failed;
-            record.error = Some(why.to_owned());
+            record.error = Some(FILE_GONE.to_owned());
         }
     }
     let queue = Arc::new(Queue::new(journal, records, &Moment::now()));
@@ -204,8 +203,8 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
     Ok((Arc::new(service), worker))
 }
 
-/// Refuses another store while checkpoints of the last one are not durable, or may not be; else forgets its
-/// records: what is durable there would be taken for durable here.
+/// Refuses to switch to another store while checkpoints of the last one are not durable, or may not be. Otherwise
+/// forgets its records, since a checkpoint that is durable there would be taken for durable here.
 fn stay_with_store(
     config: &Config,
     journal: &Journal,
@@ -285,7 +284,7 @@ fn start(service: &Arc<Service>, worker: &Worker, hooks: &Hooks) -> Result<Vec<J
     Ok(threads)
 }
 
-/// Starts the tasks that answer requests, tell systemd and watch for interruptions.
+/// Starts the tasks that answer requests, notify systemd and watch for interruptions.
 fn background(
     service: &Arc<Service>,
     imds: Imds,

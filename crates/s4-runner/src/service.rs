@@ -1,4 +1,4 @@
-//! What the service does on request: accept, report, flush, drain, forget.
+//! The requests that the service handles: accept, report, flush, drain, forget.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -38,11 +38,11 @@ pub(crate) struct Service {
     pub health: Arc<Health>,
     /// Metrics.
     pub metrics: Arc<Metrics>,
-    /// What encodes.
+    /// The encoder in use, and why.
     pub engine: String,
     /// How many records of the journal could not be read.
     pub damaged_records: usize,
-    /// Held while a submission is accepted, so that what it was checked against stays true.
+    /// Held while a submission is accepted, so that the checks made for it stay valid.
     pub(crate) accepting: Mutex<()>,
     /// Restores for clients.
     pub(crate) restores: Restores,
@@ -178,7 +178,7 @@ impl Service {
         Ok(Room { incoming: self.staging.incoming(), room_bytes, accepting })
     }
 
-    /// Waits until a checkpoint has reached a state, or failed, or time is up; returns its record then.
+    /// Waits until a checkpoint has reached a state or failed, or time is up; then returns its record.
     pub(crate) async fn wait(&self, id: Uuid, wanted: State, time: Duration) -> Option<Record> {
         let end = Instant::now() + time;
         let mut changed = self.queue.watch();

@@ -38,7 +38,7 @@ pub(crate) struct Peer {
     gid: u32,
 }
 
-/// What a peer may do.
+/// A peer's rights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Right {
     Nothing,
@@ -64,7 +64,7 @@ where
         let limited = axum::extract::Request::from_parts(head.clone(), body);
         let bytes = Bytes::from_request(limited, state).await;
         let bytes = bytes.map_err(|e| bad(e.status(), &e.body_text()))?;
-        // The parser would take a list of the members' values for the object.
+        // The parser would accept a list of the members' values as the object.
         if bytes.trim_ascii_start().starts_with(b"[") {
             return Err(bad(StatusCode::UNPROCESSABLE_ENTITY, "a list instead of an object"));
         }
@@ -76,7 +76,7 @@ where
     }
 }
 
-/// Parameters after a path, or a part of it; bad ones are refused as those of a [`Message`].
+/// Parameters in the query or the path; bad ones are refused in the same way as those of a [`Message`].
 struct Asked<E>(E);
 
 macro_rules! asked {
@@ -278,7 +278,8 @@ async fn submit_one(
     Extension(peer): Extension<Peer>,
     Message(Submit { id, step, metrics, tags }): Message<Submit>,
 ) -> std::result::Result<Response, Response> {
-    let submission = Submission { id, step, metrics, tags, uid: peer.uid, origin: None };
+    let (uid, origin, replaces) = (peer.uid, None, None);
+    let submission = Submission { id, step, metrics, tags, uid, origin, replaces };
     let done = aside(move || service.submit(submission)).await?;
     done.map(|record| Json(Shown::from(&record)).into_response()).map_err(|e| refuse(&e))
 }

@@ -1,4 +1,4 @@
-//! The local drive: where trainers write, what was accepted, and how much room there is.
+//! The local drive: where trainers write, accepted files, and how much room there is.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};

@@ -70,9 +70,9 @@ pub(crate) struct Status {
     pub version: &'static str,
     /// Folder or URL of the store, without secrets.
     pub store_name: String,
-    /// What is known of the store.
+    /// The state of the store, as far as it is known.
     pub store: StoreHealth,
-    /// What encodes: `cpu`, and why.
+    /// The encoder in use: `cpu`, and why.
     pub engine: String,
     /// Whether the entitlement was granted.
     pub entitled: bool,
@@ -88,8 +88,10 @@ pub(crate) struct Status {
     pub uptime_seconds: u64,
     /// Number of checkpoints in each state.
     pub states: BTreeMap<&'static str, u64>,
-    /// The newest durable checkpoint.
+    /// The checkpoint that was submitted last among those that are durable.
     pub last_durable: Option<Shown>,
+    /// When a checkpoint last became durable, in milliseconds since 1970.
+    pub last_durable_ms: Option<i64>,
     /// Age of the oldest checkpoint that is not durable.
     pub durable_lag_seconds: f64,
     /// Bytes of the local drive held by checkpoints that are not durable.
@@ -106,7 +108,7 @@ pub(crate) struct Status {
     pub checkpoints: Vec<Shown>,
 }
 
-/// What a status is built from.
+/// The sources of a status.
 pub(crate) struct Sources<'a> {
     /// The configuration.
     pub config: &'a Config,
@@ -116,7 +118,7 @@ pub(crate) struct Sources<'a> {
     pub health: &'a Health,
     /// The local drive.
     pub staging: &'a Staging,
-    /// What encodes.
+    /// The encoder in use.
     pub engine: &'a str,
     /// How many records could not be read.
     pub damaged_records: usize,
@@ -135,7 +137,8 @@ impl Status {
         let now = Instant::now();
         let lag = open.filter_map(|r| from.queue.age(r.seq, now)).max().unwrap_or_default();
         let durable = || records.iter().filter(|r| r.state == State::Durable);
-        let last = durable().max_by_key(|r| (r.step, r.seq));
+        // Training may have gone back to an earlier step.
+        let last = durable().max_by_key(|r| r.seq);
         let sum = |of: fn(&Record) -> u64| durable().map(of).fold(0, u64::saturating_add);
         let (raw, stored) = (sum(|r| r.raw_bytes), sum(|r| r.stored_bytes));
         let mode = from.queue.mode();
@@ -156,6 +159,7 @@ impl Status {
             uptime_seconds: from.health.uptime().as_secs(),
             states,
             last_durable: last.map(Shown::from),
+            last_durable_ms: durable().filter_map(|r| r.durable_ms).max(),
             durable_lag_seconds: lag.as_secs_f64(),
             queued_bytes: records.iter().map(Record::held_bytes).fold(0, u64::saturating_add),
             quota_bytes: from.config.quota_bytes,
@@ -199,13 +203,16 @@ impl Status {
         if self.durable_lag_seconds > LAG {
             out.push("checkpoints wait for more than an hour".into());
         }
+        if let Some(why) = from.health.unwatched() {
+            out.push(format!("the watched folder: {why}"));
+        }
         for thread in from.health.stalled() {
             out.push(format!("the thread {thread:?} has stalled"));
         }
         out
     }
 
-    /// Whether nothing needs a person's attention: what `/healthz` says.
+    /// Whether nothing needs a person's attention: the answer of `/healthz`.
     #[must_use]
     pub(crate) fn is_healthy(&self, health: &Health) -> bool {
         health.stalled().is_empty() && self.damaged_records == 0 && self.states["failed"] == 0

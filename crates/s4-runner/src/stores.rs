@@ -60,9 +60,9 @@ impl Stores {
         })
     }
 
-    /// The store that checkpoints become durable in. It is created only if this runner has never used one: where a known
-    /// store is gone, because a file system is not mounted or a bucket was emptied, a new one would take checkpoints that
-    /// are not found later.
+    /// The store that checkpoints become durable in. It is created only if this runner has never used one. If a
+    /// known store is missing, because a file system is not mounted or a bucket was emptied, a new one would take
+    /// checkpoints that would not be found later.
     ///
     /// # Errors
     /// Errors of opening or creating it; [`StoreError::Gone`] if there is none, or another one, where a store is known.
@@ -89,17 +89,17 @@ impl Stores {
             match found {
                 Ok(store) if store.repo().id == id => Ok(store),
                 Ok(store) => {
-                    Err(self.gone(format!("it is store {} now, not {id}", store.repo().id)))
+                    Err(self.gone(format!("it is store {} now, not {id}", store.repo().id), true))
                 }
-                Err(e) if is_none(&e) => Err(self.gone(format!("store {id} is not there"))),
+                Err(e) if is_none(&e) => Err(self.gone(format!("store {id} is not there"), false)),
                 Err(e) => Err(e),
             }
         })
     }
 
-    fn gone(&self, what: String) -> s4weights::Error {
+    fn gone(&self, what: String, replaced: bool) -> s4weights::Error {
         let place = self.config.store_name();
-        let source = Box::new(StoreError::Gone { place: place.clone(), what });
+        let source = Box::new(StoreError::Gone { place: place.clone(), what, replaced });
         s4weights::Error::Store { target: place, source }
     }
 
@@ -132,7 +132,7 @@ impl Stores {
         self.remote()?.apply_retention(&policy).map(drop)
     }
 
-    /// How many checkpoints the local store has that no record says are durable.
+    /// Counts the checkpoints of the local store that no record marks as durable.
     ///
     /// # Errors
     /// Errors of opening the local store.
@@ -155,6 +155,13 @@ impl Stores {
         self.record.forget()
     }
 
+    /// Whether the local store has a checkpoint: it keeps only the newest.
+    pub(crate) fn has_local(&self, id: Option<CheckpointId>) -> bool {
+        let Some(id) = id else { return false };
+        let state = self.local().and_then(|store| store.state());
+        state.is_ok_and(|state| state.get(id).is_some())
+    }
+
     /// Retires a checkpoint of the local store, so that no later start adopts it again. A parent of
     /// others stays.
     pub(crate) fn forget_local(&self, id: Option<CheckpointId>) {
@@ -164,8 +171,8 @@ impl Stores {
         }
     }
 
-    /// Deletes what the local store need not keep: every durable checkpoint except the newest and
-    /// the ancestors of those that stay.
+    /// Deletes the checkpoints that the local store need not keep: every durable one except the newest and the
+    /// ancestors of those that stay.
     ///
     /// # Errors
     /// Errors of the local store.
@@ -180,7 +187,7 @@ impl Stores {
         let listed = state.list();
         let cut = listed.len().saturating_sub(keep);
         let mut gone: Vec<CheckpointId> = vec![];
-        // The newest first: an ancestor of one that stays must stay.
+        // Newest first, so that ancestors of a checkpoint that stays are kept.
         for id in listed[..cut].iter().rev().filter(|c| is_durable(c, records)).map(|c| c.id()) {
             let free = state.descendants(&[id]).iter().all(|d| *d == id || gone.contains(d));
             if free {
@@ -236,7 +243,22 @@ fn open(
 /// Errors of reading the log.
 pub(crate) fn find(store: &CheckpointStore, id: Uuid) -> s4weights::Result<Option<Checkpoint>> {
     let id = id.to_string();
+    newest(store, |c| c.about.tags.get(SUBMISSION) == Some(&id))
+}
+
+/// The listed checkpoint of a submission, of this runner or of another one, or the one that has this id itself.
+///
+/// # Errors
+/// Errors of reading the log.
+pub(crate) fn find_any(store: &CheckpointStore, id: Uuid) -> s4weights::Result<Option<Checkpoint>> {
+    let id = id.to_string();
+    newest(store, |c| c.about.tags.get(SUBMISSION) == Some(&id) || c.id().to_string() == id)
+}
+
+fn newest(
+    store: &CheckpointStore,
+    is_it: impl Fn(&Checkpoint) -> bool,
+) -> s4weights::Result<Option<Checkpoint>> {
     let state = store.state()?;
-    let found = state.list().into_iter().rev();
-    Ok(found.into_iter().find(|c| c.about.tags.get(SUBMISSION) == Some(&id)).cloned())
+    Ok(state.list().into_iter().rev().find(|c| is_it(c)).cloned())
 }

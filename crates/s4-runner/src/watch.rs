@@ -22,6 +22,8 @@ use crate::staging::NotTaken;
 const POLL: Duration = Duration::from_secs(2);
 /// The longest pause before something that could not be taken is tried again.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// How often memory may not suffice for a file, or the program that converts it be killed: it may be too large.
+const MOST_KILLED: u32 = 3;
 /// The most entries of the folder that are looked at.
 const MAX_ENTRIES: usize = 10_000;
 
@@ -31,7 +33,11 @@ pub enum Unconverted {
     /// It may succeed later: the drive is full, say.
     #[error("{0}")]
     Later(String),
-    /// It cannot be converted as it is, and is left alone until it changes.
+    /// There was no memory for it, or the program that converts it was killed, perhaps for its memory: it is tried again
+    /// a few times.
+    #[error("{0}")]
+    Killed(String),
+    /// It cannot be converted as it is, and is ignored until it changes.
     #[error("{0}")]
     Rejected(String),
 }
@@ -48,6 +54,8 @@ struct Seen {
     rejected: bool,
     /// When it is tried again, and how long the pause was.
     pause: Option<(Instant, Duration)>,
+    /// How often converting it was killed, or found no memory.
+    killed: u32,
 }
 
 /// Watches a folder.
@@ -79,11 +87,11 @@ impl Watcher {
     fn unreadable(&self, e: &std::io::Error) {
         tracing::warn!(folder = %self.watch.folder.display(), error = %e, "cannot be watched");
         self.service.metrics.error("watch");
+        self.service.health.watched(Some(e.to_string()));
     }
 
-    /// Looks once. What has been unchanged the longest goes first, by the steady clock: the times
-    /// of files come from the wall clock, which may have been set, and only order what was there
-    /// from the start.
+    /// Looks once. Entries that have been unchanged the longest go first, by the steady clock. The times of files
+    /// come from the wall clock, which may have been set, so they only order what was there at the start.
     pub(crate) fn look(&mut self, now: Instant) {
         let found = match self.list() {
             Ok(found) => found,
@@ -96,19 +104,29 @@ impl Watcher {
         let records = self.service.queue.list();
         for (_, dropped) in due {
             let of = records.iter().rev().find(|r| r.origin.as_ref() == Some(&dropped.origin));
-            match of.map(|r| r.state) {
-                Some(State::Durable) if self.watch.remove => self.remove(&dropped.origin),
+            match of {
+                Some(r) if r.state == State::Durable && self.watch.remove => {
+                    self.remove(&dropped.origin);
+                }
+                // It is taken again, in its old place, unless the drive with its local copy is back.
+                Some(r) if r.is_lost() && !self.service.stores.has_local(r.local) => {
+                    self.take(&dropped, Some(r.id));
+                }
                 Some(_) => {}
-                None => self.take(&dropped),
+                None => self.take(&dropped, None),
             }
         }
     }
 
     fn list(&self) -> std::io::Result<Vec<Dropped>> {
         let mut found = vec![];
-        for entry in fs::read_dir(&self.watch.folder)?.take(MAX_ENTRIES) {
+        let mut entries = fs::read_dir(&self.watch.folder)?;
+        for entry in entries.by_ref().take(MAX_ENTRIES) {
             found.extend(dropped::look(&entry?.path()));
         }
+        let more =
+            entries.next().map(|_| format!("only {MAX_ENTRIES} of its entries are looked at"));
+        self.service.health.watched(more);
         found.sort_by(|a, b| {
             let key = |d: &Dropped| (d.origin.mtime_ns, d.origin.path.clone());
             key(a).cmp(&key(b))
@@ -116,10 +134,11 @@ impl Watcher {
         Ok(found)
     }
 
-    /// Since when something has been unchanged, if that is long enough and it is neither rejected nor paused.
+    /// Since when an entry has been unchanged, if that is long enough and it is neither rejected nor paused.
     fn settled_since(&mut self, origin: &Origin, now: Instant) -> Option<Instant> {
         let settle = Duration::from_secs(self.watch.settle_seconds);
-        let new = || Seen { origin: origin.clone(), since: now, rejected: false, pause: None };
+        let new =
+            || Seen { origin: origin.clone(), since: now, rejected: false, pause: None, killed: 0 };
         let seen = self.seen.entry(origin.path.clone()).or_insert_with(new);
         if seen.origin != *origin {
             *seen = new();
@@ -131,40 +150,58 @@ impl Watcher {
     fn remove(&mut self, durable: &Origin) {
         if let Err(e) = dropped::remove(durable) {
             tracing::warn!(path = %durable.path.display(), error = %e, "durable, but not removed");
+            // Not if it is left because there is something else in it.
+            if e.raw_os_error().is_some() {
+                self.service.metrics.error("watch");
+            }
             self.reject(&durable.path);
         }
     }
 
-    /// Leaves something alone until it changes.
+    /// Ignores an entry until it changes.
     fn reject(&mut self, path: &Path) {
         if let Some(seen) = self.seen.get_mut(path) {
             seen.rejected = true;
         }
     }
 
-    fn take(&mut self, dropped: &Dropped) {
+    fn take(&mut self, dropped: &Dropped, replaces: Option<Uuid>) {
         if self.service.queue.mode() == Mode::Draining {
             return;
         }
         let path = &dropped.origin.path;
-        match self.submit(dropped) {
+        match self.submit(dropped, replaces) {
             Ok(step) => tracing::info!(path = %path.display(), step, "accepted"),
-            Err(Unconverted::Later(why)) => {
-                tracing::warn!(path = %path.display(), error = why, "will be tried again");
-                if let Some(seen) = self.seen.get_mut(path) {
-                    let pause = seen.pause.map_or(POLL, |(_, pause)| pause * 2).min(LONGEST_PAUSE);
-                    seen.pause = Some((Instant::now() + pause, pause));
+            Err(Unconverted::Later(why)) => self.pause(path, &why),
+            Err(Unconverted::Killed(why)) => {
+                let killed = self.seen.get_mut(path).map_or(0, |seen| {
+                    seen.killed += 1;
+                    seen.killed
+                });
+                match killed < MOST_KILLED {
+                    true => self.pause(path, &why),
+                    false => self.refuse(path, &format!("{why} ({killed} times)")),
                 }
             }
-            Err(Unconverted::Rejected(why)) => {
-                tracing::error!(path = %path.display(), error = why, "rejected until it changes");
-                self.service.metrics.error("watch");
-                self.reject(path);
-            }
+            Err(Unconverted::Rejected(why)) => self.refuse(path, &why),
         }
     }
 
-    fn submit(&self, dropped: &Dropped) -> Result<u64, Unconverted> {
+    fn pause(&mut self, path: &Path, why: &str) {
+        tracing::warn!(path = %path.display(), error = why, "will be tried again");
+        if let Some(seen) = self.seen.get_mut(path) {
+            let pause = seen.pause.map_or(POLL, |(_, pause)| pause * 2).min(LONGEST_PAUSE);
+            seen.pause = Some((Instant::now() + pause, pause));
+        }
+    }
+
+    fn refuse(&mut self, path: &Path, why: &str) {
+        tracing::error!(path = %path.display(), error = why, "rejected until it changes");
+        self.service.metrics.error("watch");
+        self.reject(path);
+    }
+
+    fn submit(&self, dropped: &Dropped, replaces: Option<Uuid>) -> Result<u64, Unconverted> {
         let Dropped { origin, kind } = dropped;
         let rejected = |why: String| Unconverted::Rejected(why);
         if let Kind::Distributed { newer: Some(newer), .. } = kind {
@@ -197,6 +234,7 @@ impl Watcher {
             tags: [("source".to_owned(), name)].into(),
             uid: rustix::process::geteuid().as_raw(),
             origin: Some(origin.clone()),
+            replaces,
         };
         match self.service.submit(submission) {
             Ok(_) => Ok(step),
@@ -231,7 +269,8 @@ impl Watcher {
                 "PyTorch's files need `pt_converter`: the `s4w` of the wheel".into(),
             )
         })?;
-        converter::run(program, from, to, &|| self.service.queue.is_stopped())
+        let threads = self.service.config.threads;
+        converter::run((program, threads), from, to, &|| self.service.queue.is_stopped())
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use s4weights::store::{
     Checkpoint, CheckpointId, CheckpointStore, ImportOptions, ListingFn, ReplicateOptions,
-    StoreError, is_damage,
+    StoreError, is_damage, is_unreadable,
 };
 use s4weights::{Cause, Error, Interrupt, Progress, ProgressFn, ReadOptions, Reader, Source};
 
@@ -15,17 +15,14 @@ use crate::clock::now_ms;
 use crate::health::{Health, Thread};
 use crate::metrics::Metrics;
 use crate::queue::{SharedQueue, Work};
-use crate::record::{Record, State};
+use crate::record::{COPY_GONE, Record, State};
 use crate::staging::Staging;
 use crate::stores::{SUBMISSION, Stores, Tidy, find};
-
-/// The error of a record whose checkpoint is not in the local store.
-const GONE: &str = "its local copy is gone: was the drive replaced?";
 
 /// Called with the name of each place where a test may stop the process.
 pub type CrashHook = Arc<dyn Fn(&'static str) + Send + Sync>;
 
-/// What the threads share.
+/// State shared by the threads.
 #[derive(Clone)]
 pub(crate) struct Worker {
     /// The records.
@@ -36,7 +33,7 @@ pub(crate) struct Worker {
     pub stores: Arc<Stores>,
     /// Signs of life.
     pub health: Arc<Health>,
-    /// Figures.
+    /// Metrics.
     pub metrics: Arc<Metrics>,
     /// Interrupts whatever waits.
     pub interrupt: Interrupt,
@@ -170,7 +167,9 @@ impl Worker {
             true
         });
         let read = self.stores.local().and_then(|local| local.load_id(own, Some(beats)));
-        read.and_then(|loaded| loaded.reader().verify()).is_err_and(|e| is_damage(&e))
+        let read = read.and_then(|loaded| loaded.reader().verify());
+        // A volume that is attached over a network may be there again later.
+        read.is_err_and(|e| is_damage(&e) && !is_unreadable(&e))
     }
 
     /// Adopts checkpoints of the local store that have no record: the journal was lost, or a record
@@ -197,7 +196,7 @@ impl Worker {
                 continue;
             };
             last = last.max(r.seq);
-            if r.state == State::Failed && r.local == local && r.error.as_deref() == Some(GONE) {
+            if r.is_lost() && r.local == local {
                 tracing::warn!(%id, step, "its local copy is there again");
                 self.update(id, |r| (r.state, r.error) = (State::Verified, None))?;
             }
@@ -237,7 +236,8 @@ impl Worker {
                     ..ImportOptions::default()
                 };
                 let done = local.import(&reader, record.step, &options)?.checkpoint;
-                // Counted before the record changes: whoever waits for the new state finds the work in the metrics.
+                // Counted before the record changes, so that a client that sees the new state also sees the
+                // metrics.
                 self.metrics.compressed(done.about.raw_len, done.about.data_len, started.elapsed());
                 done
             }
@@ -258,8 +258,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Deletes what is no longer needed from the local store, the staging folder and the queue.
-    /// Nothing else writes to the local store meanwhile.
+    /// Deletes data that is no longer needed from the local store, the staging folder and the queue. Nothing else
+    /// writes to the local store meanwhile.
     fn tidy(&self, how: Tidy) {
         let records = self.queue.list();
         if let Err(e) = self.stores.tidy_local(&records, how) {
@@ -299,7 +299,7 @@ impl Worker {
         let own = record.local.filter(|own| known.get(*own).is_some());
         let Some(own) = own else {
             self.metrics.error("lost");
-            self.give_up(record, GONE);
+            self.give_up(record, COPY_GONE);
             return Ok(());
         };
         let started = Instant::now();
@@ -328,7 +328,7 @@ impl Worker {
         };
         let copy = match copy {
             Some(copy) => copy,
-            // Its parent is not there any more: it goes as a base.
+            // Its parent cannot be used: this checkpoint is stored as a base.
             None => {
                 let loaded = local.load_id(own, None)?;
                 let about = &loaded.checkpoint().about;
@@ -362,9 +362,9 @@ impl Worker {
         })
     }
 
-    /// The oldest of the checkpoints that were submitted later but are listed already, because the
-    /// newest went first or this one had to be tried again. This one is listed before it: a trainer
-    /// that resumes wants the checkpoint that it submitted last.
+    /// The oldest of the checkpoints that were submitted later but are listed already, because the newest went
+    /// first or this one had to be tried again. This one is listed before it, because a trainer that resumes wants
+    /// the checkpoint that it submitted last.
     fn oldest_after(
         &self,
         record: &Record,
@@ -447,8 +447,8 @@ pub(crate) fn kind(e: &Error) -> &'static str {
             Some(Cause::Permission | Cause::NoCredentials) => "permission",
             Some(Cause::DiskFull) => "full",
             Some(Cause::NoSuchBucket | Cause::NotFound) => "missing",
+            Some(Cause::Replaced) | None => "other",
             Some(_) => "network",
-            None => "other",
         },
     }
 }

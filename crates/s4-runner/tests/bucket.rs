@@ -1,7 +1,6 @@
-//! A bucket that is cut off, slow, full or closed: accepted checkpoints wait, the runner says what
-//! is wrong, and goes on by itself. Uses the first server of
-//! `S4_TEST_S3=name=http://127.0.0.1:port,...`, with the bucket `s4test`; `cargo xtask test` starts
-//! such servers.
+//! A bucket that is cut off, slow, full or closed: accepted checkpoints wait, and the runner says what is wrong and
+//! recovers without help. Uses the first server of `S4_TEST_S3=name=http://127.0.0.1:port,...`, with the bucket
+//! `s4test`; `cargo xtask test` starts such servers.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]

@@ -133,7 +133,7 @@ fn a_shutdown_that_leaves_something_says_so() {
     let said = fs::read_to_string(setup.path("log")).unwrap();
     assert!(said.contains("2 of the accepted checkpoints are not durable yet: step 7 ("), "{said}");
     assert!(said.contains("step 8 (") && said.contains("the next start"), "{said}");
-    // A second signal ends it at once, with the same code.
+    // A second signal ends it immediately, with the same code.
     let setup = Setup { more: "drain_seconds = 300\n".into(), ..setup };
     let mut daemon = setup.start();
     daemon.signal("TERM");
@@ -275,7 +275,7 @@ fn a_restore_may_take_longer_than_a_request() {
         assert!(Instant::now() < end);
     };
     assert_eq!((done.0, &done.1["step"]), (200, &json!(7)), "{done:?}");
-    // The answer may be lost: the same request again restores nothing anew.
+    // The answer may be lost: repeating the request does not restore again.
     assert_eq!(ask().json(), done.1);
     let restored = fs::read_dir(setup.path("state/staging/restored")).unwrap().count();
     assert_eq!(restored, 1);
@@ -307,6 +307,15 @@ fn it_restores_from_the_nearest_tier_that_is_sound() {
     };
     check(&restore(json!({})), 6, "local");
     check(&restore(json!({ "id": ids[5] })), 6, "local");
+    // A checkpoint that another program saved to the store has no submission: it is known by the store's id.
+    let path = setup.store();
+    let store =
+        CheckpointStore::open(&path.to_string_lossy(), &Default::default(), Default::default());
+    let store = store.unwrap();
+    let other = store.save(7, &[], &Default::default()).unwrap().checkpoint.id();
+    let done = restore(json!({ "id": other.to_string() }));
+    assert_eq!((done.0, done.1["tier"].as_str()), (200, Some("store")), "{}", done.1);
+    store.retire(&[other], "only a test").unwrap();
     // A checkpoint that the local drive no longer has is not looked for there.
     let path = setup.path("state/staging/local");
     let local = CheckpointStore::open_read_only(
@@ -381,18 +390,30 @@ fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+/// A runner that watches a folder, with a converter in it. `more`: other lines of its configuration.
+fn watching(more: &str, watch: &str) -> (tempfile::TempDir, Setup) {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("convert");
+    make_converter(&program);
+    let at = folder.path();
+    let setup =
+        Setup::new(&format!("{more}[watch]\nfolder = {at:?}\npt_converter = {program:?}\n{watch}"));
+    (folder, setup)
+}
+
+/// A checkpoint of a step that appears whole.
+fn drop_into(folder: &Path, name: &str, step: u64) {
+    let hidden = folder.join(".hidden");
+    write_checkpoint(&hidden, step);
+    fs::rename(hidden, folder.join(name)).unwrap();
+}
+
 #[test]
 fn files_that_are_dropped_into_a_folder_become_durable() {
-    let drop_folder = tempfile::tempdir().unwrap();
+    let (drop_folder, setup) = watching("", "remove = true\nsettle_seconds = 0\n");
     let folder = drop_folder.path();
-    let setup = Setup::new(&format!(
-        "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 0\npt_converter = {:?}\n",
-        folder.join("convert")
-    ));
-    make_converter(&folder.join("convert"));
     let daemon = setup.start();
-    write_checkpoint(&folder.join(".hidden"), 7);
-    fs::rename(folder.join(".hidden"), folder.join("run_step_7.pt")).unwrap();
+    drop_into(folder, "run_step_7.pt", 7);
     fs::write(folder.join("notes.txt"), "mine").unwrap();
     fs::write(folder.join("final.pt"), "it has no step").unwrap();
     fs::write(folder.join("step_8.pt"), "this is no checkpoint").unwrap();
@@ -405,6 +426,60 @@ fn files_that_are_dropped_into_a_folder_become_durable() {
     daemon.stop();
     setup.check_store(&[7]);
     assert_eq!(fs::read_to_string(folder.join("step_8.pt")).unwrap(), "this is no checkpoint");
+}
+
+/// The drive with the staging folder was replaced; the journal and the watched folder are on others.
+#[test]
+fn what_a_lost_drive_held_is_taken_again() {
+    let (drop_folder, setup) = watching("drain_seconds = 1\n", "settle_seconds = 0\n");
+    let folder = drop_folder.path();
+    // The store cannot be reached.
+    fs::write(setup.store(), "").unwrap();
+    let daemon = setup.start();
+    drop_into(folder, "step_7.pt", 7);
+    let states = || daemon.get("/v1/status").json()["states"].clone();
+    until("it is taken", || states()["verified"] == 1 || states()["uploading"] == 1);
+    drop_into(folder, "step_9.pt", 9);
+    let waiting =
+        || states()["verified"].as_u64().unwrap() + states()["uploading"].as_u64().unwrap();
+    until("both are taken", || waiting() == 2);
+    daemon.signal("TERM");
+    daemon.wait_until_draining();
+    daemon.stop();
+    fs::remove_dir_all(setup.path("state/staging")).unwrap();
+    fs::remove_file(setup.store()).unwrap();
+    let daemon = setup.start();
+    let status = || daemon.get("/v1/status").json();
+    until("they are durable", || status()["states"]["durable"] == 2);
+    assert_eq!(status()["states"]["failed"], 0);
+    // They keep their order, whichever was taken first.
+    assert_eq!(status()["last_durable"]["step"], 9);
+    daemon.stop();
+    setup.check_store(&[7, 9]);
+}
+
+#[test]
+fn a_folder_that_cannot_be_watched_makes_the_runner_unready() {
+    let setup = Setup::new("[watch]\nfolder = \"/nowhere/at/all\"\n");
+    let daemon = setup.start();
+    let unready = || daemon.get("/readyz?verbose").text.contains("the watched folder: ");
+    until("it is said", unready);
+    assert_eq!(daemon.get("/readyz").status, 503);
+    daemon.stop();
+}
+
+#[test]
+fn training_that_goes_back_is_seen() {
+    let setup = Setup::default();
+    let daemon = setup.start();
+    for step in [100, 50] {
+        let id = setup.save(step);
+        setup.wait(id, "durable");
+    }
+    let status = daemon.get("/v1/status").json();
+    assert_eq!(status["last_durable"]["step"], 50);
+    assert_eq!(status["last_durable_ms"], status["last_durable"]["durable_ms"]);
+    daemon.stop();
 }
 
 /// A folder as PyTorch writes it, until the metadata gets its final name.
@@ -421,13 +496,8 @@ fn complete(path: &Path) {
 
 #[test]
 fn folders_of_torch_become_durable_once_they_are_complete() {
-    let drop_folder = tempfile::tempdir().unwrap();
+    let (drop_folder, setup) = watching("", "remove = true\nsettle_seconds = 1\n");
     let folder = drop_folder.path();
-    let setup = Setup::new(&format!(
-        "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 1\npt_converter = {:?}\n",
-        folder.join("convert")
-    ));
-    make_converter(&folder.join("convert"));
     let (seven, eight) = (folder.join("step_7"), folder.join("run/step_8"));
     let (nine, ten) = (folder.join("step-9.5"), folder.join("step_10"));
     write_folder(&seven, 7);
@@ -482,19 +552,14 @@ fn folders_of_torch_become_durable_once_they_are_complete() {
 
 #[test]
 fn a_folder_is_removed_whole_though_the_process_is_killed() {
-    let drop_folder = tempfile::tempdir().unwrap();
+    let (drop_folder, setup) = watching("", "remove = true\nsettle_seconds = 0\n");
     let folder = drop_folder.path();
-    let setup = Setup::new(&format!(
-        "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 0\npt_converter = {:?}\n",
-        folder.join("convert")
-    ));
-    make_converter(&folder.join("convert"));
     write_folder(&folder.join("step_1"), 1);
     complete(&folder.join("step_1"));
     let mut daemon = setup.start_with("durable:1", |_| {});
     assert!(!daemon.wait().success());
     drop(daemon);
-    // What a process leaves that is killed during a removal.
+    // The leftovers of a process that is killed during a removal.
     let hidden = folder.join(".s4w-removed-step_1");
     fs::rename(folder.join("step_1"), &hidden).unwrap();
     fs::remove_file(hidden.join(".metadata")).unwrap();

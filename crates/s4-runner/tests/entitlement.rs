@@ -28,10 +28,10 @@ fn child() {
     common::be_the_child();
 }
 
-/// What became of a runner that had to find out whether it may run.
+/// The outcome of a runner that had to find out whether it may run.
 struct Outcome {
     code: Option<i32>,
-    /// What it told systemd while it ran.
+    /// Its notifications to systemd.
     told: Vec<String>,
     touched_gpu: bool,
     listened: bool,

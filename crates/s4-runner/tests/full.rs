@@ -1,6 +1,6 @@
-//! The runner's own drive is full: journal, staging folder and local store. Accepted checkpoints
-//! stay, the runner says what is wrong, and goes on by itself once there is room. Uses a small file
-//! system in memory, where the system lets a test mount one.
+//! The runner's own drive is full: journal, staging folder and local store. Accepted checkpoints stay, and the
+//! runner says what is wrong and recovers without help once there is room. Uses a small file system in memory, if
+//! the system lets a test mount one.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]

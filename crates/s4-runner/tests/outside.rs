@@ -1,4 +1,4 @@
-//! What comes from outside: the page changes nothing, and messages of any kind are answered or refused.
+//! Input from outside: the page changes nothing, and messages of any kind are answered or refused.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "tests")]

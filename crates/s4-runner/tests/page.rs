@@ -46,7 +46,7 @@ fn a_browser_shows_what_the_runner_says() {
         assert!(page.contains(text), "{text} is not in {page}");
     }
     daemon.stop();
-    // A store that is gone, and a name that would be markup if it were not taken as text.
+    // A store that does not exist, and a name that would be markup if it were not inserted as text.
     let setup =
         Setup::new("store = \"/dev/null/<img src=x onerror=alert(1)>\"\ndrain_seconds = 1\n");
     let daemon = setup.start();

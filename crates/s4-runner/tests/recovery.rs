@@ -1,4 +1,4 @@
-//! What a runner does with the state that it finds at its start, and with what others did to its stores.
+//! How a runner handles the state that it finds at its start, and changes that others made to its stores.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -48,6 +48,16 @@ fn restored(setup: &Setup, what: Value) -> Option<(u64, u64)> {
 fn is_verified(setup: &Setup, id: Uuid) {
     let state = setup.wait(id, "verified")["state"].clone();
     assert!(state == "verified" || state == "uploading", "{state}");
+}
+
+/// Waits until a checkpoint is durable, whether the journal knows it yet or not.
+fn becomes_durable(setup: &Setup, id: Uuid) {
+    let end = Instant::now() + LONG;
+    let path = format!("/v1/submissions/{id}?state=durable&timeout_ms=60000");
+    while setup.ask("GET", &path, None).unwrap().json()["state"] != "durable" {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Makes the store unreachable: accepted checkpoints are verified, and wait.
@@ -145,14 +155,7 @@ fn what_the_journal_lost_becomes_durable() {
         }
         bring_store_back(&setup);
         let daemon = setup.start();
-        for id in &ids {
-            let end = Instant::now() + LONG;
-            let path = format!("/v1/submissions/{id}?state=durable&timeout_ms=60000");
-            while setup.ask("GET", &path, None).unwrap().json()["state"] != "durable" {
-                assert!(Instant::now() < end);
-                std::thread::sleep(Duration::from_millis(20));
-            }
-        }
+        ids.iter().for_each(|id| becomes_durable(&setup, *id));
         // A record that was put aside stays visible.
         assert_eq!(daemon.get("/healthz").status, if all { 200 } else { 503 });
         daemon.stop();
@@ -226,12 +229,7 @@ fn checkpoints_without_records_keep_their_store() {
         bring_store_back(&setup);
         let setup = Setup { more: String::new(), ..setup };
         let daemon = setup.start();
-        let end = Instant::now() + LONG;
-        let path = format!("/v1/submissions/{id}?state=durable&timeout_ms=60000");
-        while setup.ask("GET", &path, None).unwrap().json()["state"] != "durable" {
-            assert!(Instant::now() < end);
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        becomes_durable(&setup, id);
         daemon.stop();
         setup.check_store(&[1]);
     }

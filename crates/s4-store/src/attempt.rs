@@ -10,16 +10,20 @@ use s4_format::Digest;
 use tokio::task::JoinSet;
 
 use crate::entry::{MAX_ENTRY, Op, Publish, Reference};
-use crate::error::{Error, Result};
+use crate::error::{Conflict, Error, Result};
 use crate::id::CheckpointId;
 use crate::layout::{MAX_RANK_OBJECTS, Part, Parts};
 use crate::manifest::{MAX_OBJECT, Manifest, ObjectInfo};
 use crate::reading::{Reading, hash};
-use crate::state::Checkpoint;
+use crate::state::{Checkpoint, End};
 use crate::store::{Inner, Store};
 
 /// Up to this many objects are looked up one by one; more are listed.
 const LOOK_UP: usize = 4;
+
+/// Bytes reserved in a log entry for everything except metrics, tags and the counts of ranks; also enough when a
+/// retired checkpoint is listed again.
+const ENTRY_FRAME: usize = 2 << 10;
 
 /// Object numbers are below this: far more than a manifest has room for.
 const MAX_NUMBER: u32 = 1 << 21;
@@ -31,9 +35,9 @@ pub struct About {
     pub step: u64,
     /// Its parent: that checkpoint's [`Checkpoint::reference`].
     pub parent: Option<Reference>,
-    /// How many checkpoints the writer has made since the base, this one included; 0 for a base.
-    /// Stored with the checkpoint, so that a later writer knows its position in the chain even
-    /// after those in between are gone.
+    /// Number of checkpoints that the writer has made since the base, this one included; 0 for a base. Stored with
+    /// the checkpoint, so that a later writer knows its position in the chain even after the checkpoints in between
+    /// are deleted.
     pub since_base: u32,
     /// The checkpoint with the same content that this full one replaces.
     pub replaces: Option<Reference>,
@@ -43,33 +47,44 @@ pub struct About {
     pub order: Option<u64>,
     /// Bytes of the tensors before compression.
     pub raw_len: u64,
-    /// Numbers that retention can choose by.
+    /// Named numbers by which retention can select.
     pub metrics: BTreeMap<String, f64>,
-    /// Words for people and tools.
+    /// Free text for people and tools.
     pub tags: BTreeMap<String, String>,
 }
 
 impl About {
-    /// Whether a log entry can hold this, as far as can be said before the upload.
+    /// Checks that a log entry can hold this, as far as is known before the upload.
     ///
     /// # Errors
     /// [`Error::Argument`] if a metric is not finite; [`Error::Limit`] if metrics and tags are too long.
     pub fn check(&self) -> Result<()> {
+        self.check_beside(&Parts::default())
+    }
+
+    /// As [`About::check`], for an entry that also holds the counts of the ranks that stored it.
+    fn check_beside(&self, parts: &Parts) -> Result<()> {
         if let Some((name, value)) = self.metrics.iter().find(|(_, v)| !v.is_finite()) {
             let what = format!("metric `{name}` is {value}: not a finite number");
             return Err(Error::Argument(what));
         }
-        let text = serde_json::to_vec(&(&self.metrics, &self.tags));
-        let bytes = text.map_err(|e| Error::Argument(e.to_string()))?.len();
-        if bytes as u64 > MAX_ENTRY {
+        let bytes = json_len(&(&self.metrics, &self.tags))?;
+        let ranks = if parts.is_empty() { 0 } else { json_len(parts)? };
+        let room = (MAX_ENTRY as usize).saturating_sub(ENTRY_FRAME + ranks);
+        if bytes > room {
             let what = format!(
-                "metrics and tags of {bytes} bytes (a log entry has {MAX_ENTRY}): fewer or shorter ones \
-                 are needed"
+                "metrics and tags of {bytes} bytes (a log entry has room for {room}): fewer or shorter \
+                 ones are needed"
             );
             return Err(Error::Limit(what));
         }
         Ok(())
     }
+}
+
+fn json_len(value: &impl serde::Serialize) -> Result<usize> {
+    let text = serde_json::to_vec(value).map_err(|e| Error::Argument(e.to_string()))?;
+    Ok(text.len())
 }
 
 /// A checkpoint being uploaded. Dropping it stops the uploads; a sweep deletes the uploaded
@@ -82,6 +97,8 @@ pub struct Attempt {
     first: u32,
     /// How many objects it may have.
     most: u32,
+    /// Whether nobody else stores objects of it, so that all are deleted if it fails.
+    alone: bool,
     uploads: JoinSet<Result<(u32, ObjectInfo)>>,
     objects: Vec<Option<ObjectInfo>>,
     /// How many of them each rank stored.
@@ -109,7 +126,8 @@ impl Store {
     pub async fn begin(&self) -> Result<Attempt> {
         self.inner.ensure_writer().await?;
         self.inner.check_there().await?;
-        Ok(self.attempt(CheckpointId::new(self.inner.options.ids.next()), 0, MAX_NUMBER))
+        let id = CheckpointId::new(self.inner.options.ids.next());
+        Ok(Attempt { alone: true, ..self.attempt(id, 0, MAX_NUMBER) })
     }
 
     /// Begins rank `rank`'s part of a checkpoint that several processes store together: `id` is the
@@ -118,24 +136,27 @@ impl Store {
     /// store with one writer at a time, that one is the writer.
     ///
     /// # Errors
-    /// [`Error::Limit`] for a rank beyond [`MAX_RANKS`](crate::MAX_RANKS); [`Error::Gone`] if the store was
-    /// removed.
+    /// [`Error::Limit`] for a rank beyond [`MAX_RANKS`](crate::MAX_RANKS); [`Error::Conflict`] if, as far as this
+    /// process knows, the checkpoint was listed already; [`Error::Gone`] if the store was removed.
     pub async fn join(&self, id: CheckpointId, rank: u32) -> Result<Attempt> {
         let first = Parts::first_of(rank)
             .ok_or_else(|| Error::Limit(format!("rank {rank} of a distributed checkpoint")))?;
+        self.inner.check_writable().await?;
         self.inner.check_there().await?;
+        self.inner.check_never_listed(id).await?;
         Ok(self.attempt(id, first, MAX_RANK_OBJECTS))
     }
 
-    /// The attempt `id` with all its parts, which are what [`Attempt::finish_part`] returned to
-    /// each rank, in the order of ranks. Nothing can be added to it; stage and publish it.
+    /// The attempt `id` with all its parts: the result of each rank's [`Attempt::finish_part`], in the order of
+    /// ranks. Nothing can be added to it; stage and publish it.
     ///
     /// # Errors
-    /// [`Error::Refused`] and [`Error::Locked`] as [`Store::begin`]; [`Error::Limit`] for too many ranks or
-    /// objects.
+    /// [`Error::Refused`] and [`Error::Locked`] as [`Store::begin`]; [`Error::Conflict`] as [`Store::join`];
+    /// [`Error::Limit`] for too many ranks or objects.
     pub async fn gather(&self, id: CheckpointId, parts: Vec<Vec<ObjectInfo>>) -> Result<Attempt> {
         self.inner.ensure_writer().await?;
         self.inner.check_there().await?;
+        self.inner.check_never_listed(id).await?;
         let count = |part: &Vec<ObjectInfo>| u32::try_from(part.len()).unwrap_or(u32::MAX);
         let counts = Parts::new(parts.iter().map(count).collect())?;
         let objects = parts.into_iter().flatten().map(Some).collect();
@@ -148,6 +169,7 @@ impl Store {
             id,
             first,
             most,
+            alone: false,
             uploads: JoinSet::new(),
             objects: Vec::new(),
             parts: Parts::default(),
@@ -179,7 +201,7 @@ impl Attempt {
     /// any order, each once, and in the end none may be missing.
     ///
     /// # Errors
-    /// As [`Attempt::put`]; [`Error::Argument`] if the number is taken.
+    /// As [`Attempt::put`]; [`Error::Argument`] if the number is taken; [`Error::Limit`] if it is too large.
     pub async fn put_as(&mut self, n: u32, kind: &str, bytes: Bytes) -> Result<()> {
         self.upload(n, kind, bytes.into(), None).await
     }
@@ -210,8 +232,16 @@ impl Attempt {
         if len > MAX_OBJECT {
             return Err(Error::Limit(format!("an object of {len} bytes, {MAX_OBJECT} at most")));
         }
-        if n >= self.most || !self.taken.insert(n) {
-            return Err(Error::Argument(format!("object number {n} is taken or too large")));
+        if self.most == 0 {
+            let what = format!("checkpoint {}: nothing can be added to gathered parts", self.id);
+            return Err(Error::Argument(what));
+        }
+        if n >= self.most {
+            let whose = if self.alone { "a checkpoint" } else { "one rank" };
+            return Err(Error::Limit(format!("more than {} objects of {whose}", self.most)));
+        }
+        if !self.taken.insert(n) {
+            return Err(Error::Argument(format!("object number {n} is taken")));
         }
         while let Some(done) = self.uploads.try_join_next() {
             self.note(done)?;
@@ -259,26 +289,39 @@ impl Attempt {
         self.parent = Some((parent, task));
     }
 
-    /// Waits for all uploads, writes the manifest, and checks that every object is there, including
-    /// those of the checkpoint's ancestors.
+    /// Waits for all uploads, writes the manifest, and checks that every object is there, including those of the
+    /// checkpoint's ancestors. If that fails, the uploaded objects are deleted, unless the place does not answer or
+    /// several ranks uploaded them.
     ///
     /// # Errors
-    /// The failure of an upload; those of [`About::check`], after which the uploaded objects are deleted;
-    /// [`Error::Missing`] or [`Error::Corrupt`] if an object of the parent's chain is missing or has another size.
+    /// The failure of an upload; those of [`About::check`]; [`Error::Missing`] or [`Error::Corrupt`] if an
+    /// object of the parent's chain is missing or has another size.
     pub async fn stage(mut self, blob: Bytes, about: About) -> Result<Staged> {
-        if let Err(error) = about.check() {
-            // It cannot be listed, so nothing of it need wait for a sweep.
-            if let Err(e) = self.abort().await {
-                tracing::debug!(error = %e, "a sweep will delete what was uploaded");
+        match self.complete(blob, about).await {
+            Ok((publish, manifest)) => Ok(Staged { inner: self.inner, publish, manifest }),
+            Err(error) => {
+                // Only a staged checkpoint can be listed. This one was not staged, so its objects need not wait for
+                // a sweep. Parts of several ranks may have been listed before; their coordinator knows.
+                if self.alone && !matches!(error, Error::Deadline { .. }) {
+                    let left = self.abort().await.err();
+                    if let Some(e) = left {
+                        tracing::debug!(error = %e, "a sweep will delete what was uploaded");
+                    }
+                }
+                Err(error)
             }
-            return Err(error);
         }
+    }
+
+    /// Waits for the uploads and stores the manifest. Returns the content of the log entry, and the manifest.
+    async fn complete(&mut self, blob: Bytes, about: About) -> Result<(Publish, Manifest)> {
+        about.check_beside(&self.parts)?;
         if let Some(parent) = about.parent {
             self.expect_parent(parent);
         }
         let objects = self.uploaded().await?;
         self.inner.reached("attempt.data").await;
-        let manifest = Manifest { objects, parts: self.parts, blob };
+        let manifest = Manifest { objects, parts: self.parts.clone(), blob };
         let bytes = manifest.to_bytes(self.id)?;
         let publish = Publish {
             id: self.id,
@@ -299,12 +342,12 @@ impl Attempt {
         self.inner.io.put(&self.inner.layout.part(self.id, Part::Manifest), bytes).await?;
         self.inner.reached("attempt.manifest").await;
         self.inner.check_sizes(&publish, &manifest).await?;
-        if let Some((_, mut task)) = self.parent.filter(|_| publish.parent.is_some()) {
+        if let Some((_, task)) = self.parent.as_mut().filter(|_| publish.parent.is_some()) {
             while let Some(done) = task.join_next().await {
                 done.map_err(|e| Error::Callback(Box::new(e)))??;
             }
         }
-        Ok(Staged { inner: self.inner, publish, manifest })
+        Ok((publish, manifest))
     }
 
     /// Waits for the uploads of a rank's part and returns its objects, for [`Store::gather`].
@@ -368,8 +411,8 @@ impl Staged {
     ///
     /// # Errors
     /// [`Error::Conflict`] if its parent was retired meanwhile, or a sweep gave up on this attempt;
-    /// [`Error::CommitUnknown`] if it cannot be found out whether it is listed. Dropping the future
-    /// leaves that open, too: list the store to see.
+    /// [`Error::CommitUnknown`] if it is unknown whether the checkpoint is listed. Dropping the future leaves that
+    /// unknown, too: list the store to find out.
     pub async fn publish(self) -> Result<Checkpoint> {
         let op = Op::Publish(self.publish);
         let id = op.published();
@@ -406,6 +449,18 @@ fn just_published(entry: crate::entry::Entry) -> Option<Checkpoint> {
 }
 
 impl Inner {
+    /// Refuses to store objects of a checkpoint that was listed: they would take the place of its own. One that
+    /// was aborted has none that are needed, and the log refuses to list it.
+    async fn check_never_listed(&self, id: CheckpointId) -> Result<()> {
+        let known = self.known.lock().await;
+        let state = match known.state.dead(id).map(|dead| dead.how) {
+            None if known.state.get(id).is_some() => "published",
+            Some(how @ (End::Retired | End::Replaced { .. })) => how.word(),
+            None | Some(End::Aborted) => return Ok(()),
+        };
+        Err(Conflict::Spent { id, state }.into())
+    }
+
     /// Compares the stored objects' sizes with what was uploaded.
     async fn check_sizes(&self, publish: &Publish, manifest: &Manifest) -> Result<()> {
         let mut wanted: BTreeMap<_, _> = (publish.numbers())
@@ -414,8 +469,7 @@ impl Inner {
             .collect();
         wanted.insert(self.layout.part(publish.id, Part::Manifest), publish.manifest_len);
         if wanted.len() > LOOK_UP {
-            // A listing may be stale: only objects that it shows with the right size need no
-            // further look.
+            // A listing may be stale: an object that it misses or shows with another size is looked up.
             for meta in self.io.list(&self.layout.checkpoint(publish.id), None).await? {
                 if wanted.get(&meta.location) == Some(&meta.size) {
                     wanted.remove(&meta.location);

@@ -1,4 +1,4 @@
-//! Requests about many objects at once.
+//! Requests that concern many objects.
 
 use std::collections::BTreeSet;
 
@@ -17,15 +17,14 @@ impl Io {
         self.retrying("list", prefix, first).await
     }
 
-    /// What is directly below `prefix`: objects, and folders of objects. A missing place is handled
-    /// as by [`Self::list`].
+    /// The objects and folders directly below `prefix`. A missing place is handled as in [`Self::list`].
     pub(crate) async fn list_level(&self, prefix: &Path) -> Result<ListResult> {
         let list = || self.store().list_with_delimiter(Some(prefix));
         self.retrying("list", prefix, list).await
     }
 
-    /// Deletes objects, which may be gone already, many with one request where the store can.
-    /// Returns those that may still be there, and why.
+    /// Deletes objects, in bulk requests where the store supports them. Objects that do not exist are not an error.
+    /// Returns those that may still exist, with the reason.
     pub(crate) async fn delete_all(
         &self,
         keys: Vec<Path>,

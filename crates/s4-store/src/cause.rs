@@ -54,6 +54,8 @@ pub enum Cause {
     NameTooLong,
     /// Larger than the file system or the server allows.
     TooLarge,
+    /// Another store was made in the place of the one that was opened.
+    Replaced,
     /// None of these.
     Other,
 }
@@ -94,9 +96,9 @@ impl Cause {
         }
     }
 
-    /// Whether trying again is pointless. [`Cause::Conflict`] is not final: `object_store` reports
-    /// any 409 so, which may also mean a concurrent request. Neither is [`Cause::NotFound`]: others
-    /// may remove a folder and create it again while a file is created in it.
+    /// Whether trying again is pointless. [`Cause::Conflict`] is not final: `object_store` reports every 409 that
+    /// way, which may also mean a concurrent request. Neither is [`Cause::NotFound`]: others may remove a folder
+    /// and create it again while a file is created in it.
     #[must_use]
     pub fn is_permanent(self) -> bool {
         match self {
@@ -122,13 +124,18 @@ impl Cause {
             | Self::NotADirectory
             | Self::IsADirectory
             | Self::NameTooLong
-            | Self::TooLarge => true,
+            | Self::TooLarge
+            | Self::Replaced => true,
         }
     }
 
-    /// Whether a server was not even reached: a wrong address looks the same as an outage.
+    /// Whether a server was not even reached: a wrong address looks the same as an outage, and a
+    /// machine without credentials the same as one whose metadata service does not answer.
     pub(crate) fn is_before_contact(self) -> bool {
-        matches!(self, Self::Refused | Self::Unreachable | Self::Dns | Self::Timeout)
+        matches!(
+            self,
+            Self::Refused | Self::Unreachable | Self::Dns | Self::Timeout | Self::NoCredentials
+        )
     }
 
     /// In a few words, for the middle of a sentence.
@@ -157,11 +164,12 @@ impl Cause {
             Self::IsADirectory => "is a directory",
             Self::NameTooLong => "name too long",
             Self::TooLarge => "too large",
+            Self::Replaced => "another store is there",
             Self::Other => "failed",
         }
     }
 
-    /// What to do next, where that is known.
+    /// Advice on what to do next, if there is any.
     #[must_use]
     pub fn advice(self) -> Option<&'static str> {
         Some(match self {
@@ -188,6 +196,7 @@ impl Cause {
             Self::ReadOnly => "mount it for writing, or choose another place",
             Self::NotADirectory | Self::IsADirectory => "check the path",
             Self::NameTooLong => "choose a shorter name",
+            Self::Replaced => "open it anew to use the one that is there",
             Self::NotFound
             | Self::Server
             | Self::Rejected
@@ -224,6 +233,7 @@ impl Cause {
             | Self::Server
             | Self::Rejected
             | Self::Conflict
+            | Self::Replaced
             | Self::Other => return None,
         };
         Some(errno.raw_os_error())
@@ -243,6 +253,9 @@ impl Cause {
             404 if NO_BUCKET.iter().any(|code| says(code)) => Self::NoSuchBucket,
             404 => Self::NotFound,
             400 if says("ExpiredToken") || says("InvalidToken") => Self::Permission,
+            // S3 answers this for a body that arrived late or damaged.
+            400 if says("RequestTimeout") => Self::Timeout,
+            400 if DAMAGED.iter().any(|code| says(code)) => Self::Reset,
             400 if says("AuthorizationHeaderMalformed") && says("region") => Self::Region,
             304 => Self::Conflict,
             300..400 => Self::Region,
@@ -267,6 +280,23 @@ impl fmt::Display for Cause {
         f.write_str(self.text())
     }
 }
+
+/// Whether an error number means that a disk cannot read what it holds.
+#[cfg(target_os = "linux")]
+pub(crate) fn is_unreadable(errno: i32) -> bool {
+    use rustix::io::Errno;
+    [Errno::IO, Errno::BADMSG, Errno::UCLEAN].iter().any(|e| e.raw_os_error() == errno)
+}
+
+/// Whether an error number means that a disk cannot read what it holds: only known on Linux.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn is_unreadable(_: i32) -> bool {
+    false
+}
+
+/// Error codes for a body that does not match its checksum or signature.
+const DAMAGED: [&str; 3] =
+    ["BadDigest", "XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"];
 
 /// Codes of a missing bucket or container.
 const NO_BUCKET: [&str; 3] = ["NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"];

@@ -1,4 +1,4 @@
-//! Looking for damage.
+//! Checks a store for damage.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -29,8 +29,8 @@ pub struct CheckOptions {
     pub only: Vec<CheckpointId>,
 }
 
-/// A caller's own check of a checkpoint, once all its objects are known to be as they were stored. What it
-/// needs may be damaged: then the check tells whether it restores all the same.
+/// A caller's own check of a checkpoint whose objects are all known to be intact. Its ancestors may be damaged; the
+/// check then tells whether the checkpoint restores anyway.
 #[async_trait::async_trait]
 pub trait Inspector: Send {
     /// Checks one checkpoint, whose chain is given as in [`State::chain`]; an error is a finding.
@@ -54,8 +54,8 @@ pub enum Verdict {
     Restores,
     /// It is damaged.
     Damaged,
-    /// It is whole, and needs this one, which is damaged. Only an [`Inspector`] can tell whether it
-    /// needs the damaged part; without one this is the verdict in any case.
+    /// It is intact but needs this checkpoint, which is damaged. Only an [`Inspector`] can tell whether it needs
+    /// the damaged part; without one, this is always the verdict.
     Needs(CheckpointId),
 }
 
@@ -68,10 +68,10 @@ pub struct Finding {
     pub error: Error,
 }
 
-/// What a check saw.
+/// The result of a check.
 #[derive(Debug, Default)]
 pub struct CheckReport {
-    /// What is wrong.
+    /// The damage that was found.
     pub findings: Vec<Finding>,
     /// Checkpoints that are whole but cannot be restored, each with the damaged one that it needs.
     pub unusable: Vec<(CheckpointId, CheckpointId)>,
@@ -138,9 +138,9 @@ impl Store {
     /// finding; the part of it that can be proved is checked.
     ///
     /// # Errors
-    /// [`Error::Gone`] if the store, or what this process has read of its log, is not there any more;
-    /// [`Error::NoCheckpoint`] if one that was asked for is not listed; if the log or a listing cannot be
-    /// read at all. Everything else is in the report.
+    /// [`Error::Gone`] if the store, or part of the log that this process has read, no longer exists;
+    /// [`Error::NoCheckpoint`] if one that was asked for is not listed; if the log or a listing cannot be read at
+    /// all. Everything else is in the report.
     pub async fn check(
         &self,
         options: &CheckOptions,
@@ -242,7 +242,7 @@ impl Store {
         };
         let inspected = inspector.inspect(self, &chain, &reading).await;
         if chain.iter().any(|c| report.is_damaged(c.id())) {
-            // A failure is the fault of what is damaged, which is a finding already.
+            // A failure is caused by the damaged checkpoint, which already has a finding.
             report.unharmed.extend(inspected.is_ok().then_some(id));
             return Ok(());
         }
@@ -303,9 +303,9 @@ impl Store {
 }
 
 impl Inner {
-    /// Checks that this is the store that was opened, and that its log has what this process has read of
-    /// it. A replay alone takes what it finds for all there is: a folder that was emptied for a new
-    /// store, a log without its newest entries for an earlier state.
+    /// Checks that this is the store that was opened, and that its log still has all entries that this process has
+    /// read. A replay alone would not notice a loss: it takes an emptied folder for a new store, and a log without
+    /// its newest entries for an earlier state.
     pub(crate) async fn check_known(&self) -> Result<()> {
         self.same_repo().await?;
         let (head, hash) = {
@@ -324,6 +324,7 @@ impl Inner {
                     "log entry {head} is not the one that was read before: it was repaired or \
                      overwritten; open the store again"
                 ),
+                replaced: false,
             }),
             Seen::Empty => Err(self.gone(head)),
         }

@@ -29,7 +29,7 @@ use crate::store::Inner;
 const REMEMBERED: usize = 16;
 /// Other writers count as active for this long after an entry of theirs was seen.
 const NEAR: Duration = Duration::from_secs(60);
-/// How long other writers may take to put the log in order, before and after a commit.
+/// Time limits for other writers to put the log in order: before and after a commit.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(60));
 /// How many entries before the newest are read again: if no other writers are active, and if some
 /// are.
@@ -41,12 +41,15 @@ const KEPT: usize = 64;
 /// The least and the most time to wait for a late write of another writer.
 const SETTLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 
-/// What this process committed recently, and what it saw of other writers.
+/// Recent commits of this process, and signs of other writers.
 #[derive(Debug, Default)]
 pub(crate) struct OwnCommits {
     done: VecDeque<Entry>,
     /// Entries that were acknowledged, are not in the log any more, and must be committed again.
     owed: VecDeque<Entry>,
+    /// An entry whose write may still land late, on a server that would let it overwrite a newer object. It is
+    /// written again before any other entry, so that a late write changes nothing.
+    pub(crate) open: Option<Entry>,
     /// When a new entry of another writer was last seen.
     others: Option<Instant>,
     /// Whether the state was loaded again because the log had changed.
@@ -157,8 +160,12 @@ impl Inner {
     }
 
     pub(crate) fn gone(&self, head: u64) -> Error {
-        let what = format!("log entry {head} has disappeared");
-        Error::Gone { place: self.name.clone(), what }
+        self.changed(&format!("log entry {head} has disappeared"), false)
+    }
+
+    /// The error for a store that is not as this process knows it.
+    pub(crate) fn changed(&self, what: &str, replaced: bool) -> Error {
+        Error::Gone { place: self.name.clone(), what: what.to_owned(), replaced }
     }
 
     /// Reads entries in parallel. Entries may be absent; damage is an error only from `newest` on.
@@ -228,7 +235,7 @@ impl Inner {
             store = %self.name, entry = known.state.head(),
             "the log has changed: its server let a writer overwrite an entry"
         );
-        // From the first entry: the stored view may end with the entry that is gone.
+        // From the first entry: the stored view may end with the lost entry.
         let state = self.replay_in_order().await?;
         // Nothing is replaced before all is read: if a read fails, the next commit starts over.
         let mut lost = vec![];
@@ -252,8 +259,8 @@ impl Inner {
         Ok(matches!(seen, Seen::Entry(found, _) if found.write_id == entry.write_id))
     }
 
-    /// The try to commit an operation that is in the log after all, if there is one: the entry that
-    /// had overwritten it was overwritten in turn.
+    /// The earlier attempt whose entry is in the log after all, if there is one: whatever overwrote it was
+    /// itself overwritten.
     pub(crate) async fn landed(&self, known: &Known, tried: &[Entry]) -> Result<Option<Entry>> {
         for entry in tried {
             if entry.n <= known.state.head() && self.is_there(entry).await? {
@@ -339,9 +346,9 @@ impl Inner {
         Ok(Ok(end.min(lease.confirm().await?)))
     }
 
-    /// Reads a created entry and its neighbours back, and puts back the entry before it if another
-    /// writer overwrote that. `settle` is given while other writers are active: how long the create
-    /// took, which decides how long to wait for a late write of theirs.
+    /// Reads a created entry and its neighbours back, and puts back the entry before it if another writer overwrote
+    /// that. `settle`: how long the create took, if other writers are active; it determines how long to wait for
+    /// their late writes.
     pub(crate) async fn read_back(&self, entry: &Entry, settle: Option<Duration>) -> Result<Slot> {
         let settle = settle.filter(|_| self.folder.is_none());
         if let Some(took) = settle {
@@ -412,7 +419,7 @@ impl Inner {
             return Ok(Look::Slot(slot));
         }
         // Our entry may have overwritten one that others have continued from. Then the next entry
-        // counts, and so does the one that it names: they put that back.
+        // wins, together with the one before it that it names, which those others restore.
         if let Seen::Entry(next, _) = next?
             && next.prev != hash
         {
@@ -422,7 +429,7 @@ impl Inner {
     }
 }
 
-/// What reading back a created entry finds.
+/// The result of reading back a created entry.
 enum Look {
     Nothing,
     Slot(Slot),

@@ -21,9 +21,8 @@ pub(crate) const MAX_ENTRY: u64 = 64 << 10;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// Version of the entry's format: 4 for checkpoints with an `order` of their own, else 3 for
-    /// those that several ranks stored, else 2 for [`Op::Unretire`], which readers of version 1
-    /// must not skip, and 1 for all others.
+    /// Version of the entry's format: 4 for checkpoints with an explicit `order`, else 3 for those that several
+    /// ranks stored, else 2 for [`Op::Unretire`], which readers of version 1 must not skip, and 1 for all others.
     pub v: u32,
     /// Its number; the first one is 1.
     pub n: u64,
@@ -37,7 +36,7 @@ pub struct Entry {
     pub op: Op,
 }
 
-/// What a log entry does.
+/// The operation of a log entry.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
@@ -61,7 +60,7 @@ pub enum Op {
     },
     /// Lists a retired checkpoint again.
     Unretire {
-        /// What its writer said when it was published.
+        /// Its description from when it was published.
         about: Box<Publish>,
         /// Its position in time ([`crate::Checkpoint::order`]).
         order: u64,
@@ -78,7 +77,7 @@ pub enum Op {
         /// The checkpoint.
         id: CheckpointId,
     },
-    /// Does nothing but take a number, so that a write whose outcome is unknown cannot land on it.
+    /// Only takes a number, so that a write whose outcome is unknown cannot land on it.
     Fence {
         /// The write whose outcome was unknown, and which was not found in the log.
         against: WriteId,
@@ -120,10 +119,10 @@ pub struct Publish {
     /// Bytes of the tensors before compression, as the caller says; 0 if it does not.
     #[serde(default)]
     pub raw_len: u64,
-    /// Numbers that retention can choose by. Finite.
+    /// Named numbers by which retention can select. Finite.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
-    /// Words for people and tools.
+    /// Free text for people and tools.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub tags: BTreeMap<String, String>,
 }

@@ -95,6 +95,8 @@ pub enum Error {
         place: String,
         /// What is missing.
         what: String,
+        /// Whether another store is in its place: opened anew, that one can be used.
+        replaced: bool,
     },
     /// A checkpoint that was acknowledged is not in the log any more, because its server let another
     /// writer overwrite the entry, and it could not be listed again.
@@ -204,7 +206,20 @@ pub enum Error {
     },
 }
 
+/// The text of the error for an object that the disk cannot read.
+const UNREADABLE: &str = "the disk cannot read it";
+
 impl Error {
+    pub(crate) fn unreadable(key: impl ToString) -> Self {
+        Self::corrupt(key, UNREADABLE)
+    }
+
+    /// Whether a disk could not read what is stored: another disk may have a copy, and a disk that is attached over a
+    /// network may read it later.
+    pub fn is_unreadable(&self) -> bool {
+        matches!(self, Self::Corrupt { what, .. } if what == UNREADABLE)
+    }
+
     pub(crate) fn corrupt(key: impl ToString, what: impl ToString) -> Self {
         Self::Corrupt { key: key.to_string(), what: what.to_string() }
     }
@@ -239,7 +254,7 @@ impl Error {
         }
     }
 
-    /// Why a request failed, if one did.
+    /// Why a request failed, if one did; [`Cause::Replaced`] if another store is there.
     #[must_use]
     pub fn cause(&self) -> Option<Cause> {
         match self {
@@ -247,6 +262,7 @@ impl Error {
             Self::Deadline { last, .. } => Some(last.cause()),
             Self::Io { source, .. } => Some(Cause::of_io(source)),
             Self::Missing { .. } => Some(Cause::NotFound),
+            Self::Gone { replaced: true, .. } => Some(Cause::Replaced),
             _ => None,
         }
     }
@@ -307,7 +323,7 @@ pub enum LogDamage {
         /// What is wrong with it.
         what: String,
     },
-    /// An entry was written to follow a different entry than the one that is before it now.
+    /// An entry names a predecessor other than the one that is stored now.
     #[error("entry {entry} does not follow the entry before it: one of the two is not this log's")]
     Unlinked {
         /// The later of the two entries.

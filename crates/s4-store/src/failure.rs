@@ -1,4 +1,4 @@
-//! A failed request, from what object stores, HTTP clients and systems say.
+//! A failed request, described from the messages of object stores, HTTP clients and operating systems.
 
 use std::error::Error as StdError;
 use std::{fmt, io};
@@ -16,8 +16,8 @@ const STATUS: &str = "Server returned non-2xx status code: ";
 const IN_BODY: &str = "Server returned error response: ";
 const REDIRECT: &str = "Received redirect without LOCATION";
 
-/// Where machines in a cloud get credentials from. A request to one of these hosts means that there
-/// are no other credentials.
+/// Hosts that give out credentials to machines in a cloud. A request to one of them means that there are no other
+/// credentials.
 const METADATA: [&str; 2] = ["169.254.169.254", "metadata.google.internal"];
 
 /// A request that failed: why, and what was said, without secrets.
@@ -79,7 +79,7 @@ impl fmt::Display for Failure {
 
 impl StdError for Failure {}
 
-/// What an error and its sources tell.
+/// Details extracted from an error and its sources.
 pub(crate) struct Answer {
     pub(crate) cause: Cause,
     errno: Option<i32>,
@@ -207,8 +207,8 @@ fn endpoint(text: &str) -> Option<String> {
     Some(format!("{scheme}://{}", rest.split('/').next()?))
 }
 
-/// Whether a connection's error text means that TLS fails for good. An end in the middle of a
-/// handshake is a broken connection and does not count.
+/// Whether a connection's error text means that TLS fails permanently. A connection that ends in the middle of a
+/// handshake is merely broken, and does not count.
 fn is_tls(text: &str) -> bool {
     ["certificate", "received fatal alert", "corrupt message", "peer is incompatible", "peer sent"]
         .iter()
@@ -224,7 +224,7 @@ fn of_http(kind: HttpErrorKind) -> Cause {
     }
 }
 
-/// What follows from the variant alone.
+/// The cause, derived from the error's variant alone.
 fn of_variant(error: &StoreError) -> Option<Cause> {
     Some(match error {
         StoreError::NotFound { .. } => Cause::NotFound,
@@ -316,6 +316,10 @@ mod tests {
         for (words, cause, permanent) in [
             ("400 Bad Request: x", Cause::Rejected, true),
             ("400 Bad Request: <Code>ExpiredToken</Code>", Cause::Permission, true),
+            ("400 Bad Request: <Code>RequestTimeout</Code>", Cause::Timeout, false),
+            ("400 Bad Request: <Code>BadDigest</Code>", Cause::Reset, false),
+            ("400 Bad Request: <Code>XAmzContentSHA256Mismatch</Code>", Cause::Reset, false),
+            ("400 Bad Request: <Code>XAmzContentChecksumMismatch</Code>", Cause::Reset, false),
             ("401 Unauthorized: ", Cause::Permission, true),
             ("403 Forbidden: <Code>AccessDenied</Code>", Cause::Permission, true),
             ("404 Not Found: <Code>NoSuchBucket</Code>", Cause::NoSuchBucket, true),
@@ -335,7 +339,7 @@ mod tests {
             assert!(text.contains("http://127.0.0.1:9000"), "{text}");
             assert!(!text.contains("hush") && !text.contains("Signature"), "{text}");
         }
-        // A key or a body that quotes such words is no status.
+        // A key or a body that quotes such words is not a status.
         let quoted = answer("odd: Server returned non-2xx status code: 403 Forbidden");
         assert_eq!(Cause::of(&quoted), Cause::Other);
         let slow = answer("Server returned error response: <Code>SlowDown</Code>");

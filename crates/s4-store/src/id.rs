@@ -64,8 +64,8 @@ impl fmt::Display for WriteId {
     }
 }
 
-/// Where new ids come from. The default draws UUIDs of version 7; a simulation hands in its own, so
-/// that a seed repeats a run exactly.
+/// The source of new ids. The default draws UUIDs of version 7; a simulation passes its own source, so that a seed
+/// repeats a run exactly.
 pub trait Ids: fmt::Debug + Send + Sync {
     /// An id that was never returned before, here or on any other machine.
     fn next(&self) -> Uuid;

@@ -5,6 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -16,15 +17,17 @@ use object_store::{
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
+use crate::cause::is_unreadable;
 use crate::error::{Error, Result};
-use crate::local::{Folder, Trust};
+use crate::failure::Failure;
+use crate::local::Folder;
 use crate::manifest::MAX_OBJECT;
 use crate::options::{PutFiles, Retry};
 use crate::retry::{Progress, Retrier};
 
 pub(crate) use crate::retry::is_permanent;
 
-/// One permit stands for this many bytes, so that a semaphore's 32 bits suffice for any budget.
+/// One permit represents this many bytes, so that a semaphore's 32 bits suffice for any budget.
 const UNIT: usize = 1024;
 
 /// Most bytes of a file that is read directly: handing the read to another thread would take
@@ -38,8 +41,8 @@ pub(crate) struct Io {
     gate: Arc<Semaphore>,
     units: u32,
     pace: Option<Pace>,
-    /// The folder, if the objects are files in one, and whether its file system answers at once.
-    folder: Option<(Folder, bool)>,
+    /// The folder, if the objects are files in one.
+    folder: Option<Folder>,
     /// How these files are written, if not by the object store.
     files: Option<Arc<dyn PutFiles>>,
 }
@@ -72,11 +75,6 @@ impl Io {
 
     /// The same, for objects that are files in a folder.
     pub(crate) fn in_folder(self, folder: Option<Folder>) -> Self {
-        let folder = folder.map(|folder| {
-            // Other file systems may keep the caller waiting, as a server does.
-            let at_once = matches!(folder.trust(), Trust::Full);
-            (folder, at_once)
-        });
         Self { folder, ..self }
     }
 
@@ -91,6 +89,11 @@ impl Io {
 
     pub(crate) fn retry(&self) -> &Retry {
         self.retrier.retry()
+    }
+
+    /// Whether trying again is pointless.
+    pub(crate) fn is_permanent(&self, error: &object_store::Error) -> bool {
+        self.retrier.is_permanent(error)
     }
 
     /// Waits until `len` more bytes may be held in memory. An object that is larger than the whole
@@ -123,7 +126,7 @@ impl Io {
     /// Tries to write the object by [`PutFiles`]; returns whether that worked. If not, the object
     /// store tries, and its error says what is wrong.
     async fn put_file(&self, key: &Path, parts: &PutPayload) -> bool {
-        let Some((files, (folder, _))) = self.files.clone().zip(self.folder.as_ref()) else {
+        let Some((files, folder)) = self.files.clone().zip(self.folder.as_ref()) else {
             return false;
         };
         let (path, parts) = (folder.path_of(key), parts.clone());
@@ -175,20 +178,19 @@ impl Io {
         futures::stream::iter(keys.into_iter().zip(quick)).map(size).buffered(most).collect().await
     }
 
-    /// Looks at the files, if the objects are files: on this thread if the file system answers at
-    /// once, else in a single task on another thread, since handing work over takes longer than
-    /// reading a small file. `None` for a key: a request has to find out what is wrong, if
-    /// anything.
+    /// Calls `look` on the objects' files, if objects are files: on this thread if the file system is local, else
+    /// in a single task on another thread. For small local files that hand-over would take longer than reading.
+    /// `None` for a key: make a request, which reports the error, if there is one.
     async fn in_files<T: Send + 'static>(
         &self,
         keys: &[Path],
         look: impl Fn(&std::path::Path) -> io::Result<T> + Send + 'static,
     ) -> Vec<Option<Result<T>>> {
         let nothing = || -> Vec<Option<Result<T>>> { keys.iter().map(|_| None).collect() };
-        let Some((folder, at_once)) = &self.folder else { return nothing() };
+        let Some(folder) = &self.folder else { return nothing() };
         let paths: Vec<_> = keys.iter().map(|key| folder.path_of(key)).collect();
         let all = move || paths.iter().map(|path| look(path)).collect::<Vec<_>>();
-        let found = if *at_once {
+        let found = if folder.is_local() {
             all()
         } else {
             let deadline = self.retry().deadline;
@@ -198,8 +200,8 @@ impl Io {
         };
         let told = |(found, key): (io::Result<T>, &Path)| match found {
             Ok(found) => Some(Ok(found)),
-            // Listings do not show it, and nothing can be created in its place: taken for a missing
-            // object, it would be the end of the log for readers and no end of tries for writers.
+            // A dangling link: listings do not show it, and nothing can be created in its place. If it counted as a
+            // missing object, readers would take it for the end of the log, and writers would retry forever.
             Err(e) if e.kind() == io::ErrorKind::NotFound && folder.path_of(key).is_symlink() => {
                 let what = "a link that leads nowhere: is a file system not mounted?";
                 Some(Err(Error::corrupt(key, what)))
@@ -210,6 +212,35 @@ impl Io {
         found.into_iter().zip(keys).map(told).collect()
     }
 
+    /// Makes a read request, with retries. An object that a local disk fails to read twice counts as damaged:
+    /// further retries would not help.
+    async fn read<T, F>(
+        &self,
+        action: &'static str,
+        key: &Path,
+        bytes: u64,
+        mut request: impl FnMut() -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        let on_disk = self.folder.as_ref().is_some_and(Folder::is_on_disk);
+        let is_bad = |e: &_| on_disk && Failure::new(e).errno().is_some_and(is_unreadable);
+        let again = &AtomicBool::new(false);
+        let request = || {
+            let trying = request();
+            async move {
+                match trying.await {
+                    Err(e) if is_bad(&e) && again.swap(true, Ordering::Relaxed) => {
+                        Ok(Err(Error::unreadable(key)))
+                    }
+                    other => other.map(Ok),
+                }
+            }
+        };
+        self.retrier.run(action, key.as_ref(), bytes, request).await?
+    }
+
     async fn request(&self, key: &Path, max: u64) -> Result<Bytes> {
         let get = || async {
             let result = self.store.get(key).await?;
@@ -218,12 +249,12 @@ impl Io {
                 size => whole(result, size).await.map(Ok),
             }
         };
-        let bytes = self.retrier.run("read", key.as_ref(), max.min(MAX_OBJECT as u64), get).await?;
+        let bytes = self.read("read", key, max.min(MAX_OBJECT as u64), get).await?;
         bytes.map_err(|size| Error::corrupt(key, format!("{size} bytes, expected at most {max}")))
     }
 
-    /// Reads a whole object and checks it, twice if need be: bytes may be damaged in transit, and a
-    /// second read shows whether the stored ones are.
+    /// Reads a whole object and checks it, a second time if the check fails: the bytes may have been damaged in
+    /// transit, and a second read shows whether the stored ones are.
     pub(crate) async fn get_checked<T>(
         &self,
         key: &Path,
@@ -251,7 +282,7 @@ impl Io {
                 _ => whole(result, len).await.map(Ok),
             }
         };
-        let size = match self.retrier.run("read", key.as_ref(), len, get).await {
+        let size = match self.read("read", key, len, get).await {
             Ok(Ok(bytes)) => return Ok(bytes),
             Ok(Err(size)) => size,
             // Stores refuse a range that begins beyond the end, each with an error of its own.
@@ -268,7 +299,7 @@ impl Io {
     }
 
     pub(crate) async fn head(&self, key: &Path) -> Result<ObjectMeta> {
-        self.retrier.run("look up", key.as_ref(), 0, || self.store.head(key)).await
+        self.read("look up", key, 0, || self.store.head(key)).await
     }
 
     /// All objects below `prefix`, after `offset` if there is one, in no particular order. A local
@@ -279,7 +310,7 @@ impl Io {
         prefix: &Path,
         offset: Option<&Path>,
     ) -> Result<Vec<ObjectMeta>> {
-        // Of millions of objects, pages come for many minutes.
+        // A listing of millions of objects takes many minutes, page by page.
         let progress = Progress::default();
         let list = || async {
             match offset {
@@ -293,7 +324,7 @@ impl Io {
         self.retrier.run_while_moving("list", prefix.as_ref(), 0, &progress, list).await
     }
 
-    /// Deletes an object, which may be gone already.
+    /// Deletes an object; it need not exist.
     pub(crate) async fn delete(&self, key: &Path) -> Result<()> {
         match self.retrier.run("delete", key.as_ref(), 0, || self.store.delete(key)).await {
             Err(e) if e.is_missing() => Ok(()),
@@ -441,5 +472,47 @@ mod tests {
         assert!(futures::poll!(&mut next).is_pending());
         drop(all);
         drop(next.await.unwrap());
+    }
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn what_a_disk_cannot_read_is_damaged_and_over_a_network_it_may_pass() {
+        use crate::local::Trust;
+        use crate::testing::{Fault, FaultStore, quick_options};
+        let temp = tempfile::tempdir().unwrap();
+        let there = crate::Place::folder(temp.path()).connect(true).unwrap();
+        let faults = FaultStore::new(there.store);
+        let key = Path::from("data/0");
+        // Too large to be read without a request.
+        let len = SMALL_FILE + 1;
+        faults.put(&key, vec![7; len as usize].into()).await.unwrap();
+        let cases = [
+            (Trust::Disk, u64::MAX, true),
+            (Trust::Disk, 1, false),
+            (Trust::Full, 3, false),
+            (Trust::Doubtful("NFS"), 3, false),
+        ];
+        for (trust, failures, damaged) in cases {
+            let store: Arc<dyn ObjectStore> = Arc::new(faults.clone());
+            let io = Io::new(store, quick_options().retry, 1 << 20, None)
+                .in_folder(there.folder.clone().map(|folder| folder.trusted(trust)));
+            let fail =
+                || faults.set_plan(move |op| (op.number < failures).then_some(Fault::Unreadable));
+            fail();
+            let whole = io.get(&key, len).await.map(|bytes| bytes.len());
+            fail();
+            let range = io.get_range(&key, 5..9).await.map(|bytes| bytes.len());
+            fail();
+            let size = io.head(&key).await.map(|meta| meta.size as usize);
+            for (read, len) in [(whole, len as usize), (range, 4), (size, len as usize)] {
+                match read {
+                    Ok(found) => assert!(!damaged && found == len, "{trust:?}"),
+                    Err(Error::Corrupt { what, .. }) => {
+                        assert!(damaged && what == "the disk cannot read it", "{trust:?}: {what}");
+                    }
+                    Err(e) => panic!("{trust:?}: {e}"),
+                }
+            }
+        }
     }
 }

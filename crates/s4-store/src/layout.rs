@@ -1,4 +1,4 @@
-//! Where everything lies below a store's prefix.
+//! The keys of a store's objects, below its prefix.
 
 use object_store::path::Path;
 use serde::{Deserialize, Serialize};
@@ -91,7 +91,7 @@ pub(crate) struct Layout {
     prefix: Path,
 }
 
-/// What lies below `ck/<id>/`.
+/// The objects below `ck/<id>/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Part {
     Data(u32),
@@ -154,7 +154,7 @@ impl Layout {
         self.below("lease")
     }
 
-    /// Where a repair of the log copies what it changes.
+    /// The folder for a repair's copies of whatever it changes.
     pub(crate) fn repair(&self) -> Path {
         self.below("repair")
     }

@@ -1,15 +1,15 @@
 //! The lease of a store that allows one writer at a time.
 //!
-//! It needs only PUT, LIST and DELETE of an object store, with effects that are seen at once. A process that
+//! It needs only PUT, LIST and DELETE of an object store, with immediately visible effects. A process that
 //! wants to write puts a claim, and then lists: if nothing else is there it becomes the holder, otherwise it
-//! withdraws. If two do so at the same time, at least one sees the other: both may withdraw, but they never
-//! both hold the lease. A lease not renewed for [`EXPIRES`], by the object store's own clock or while a
-//! process watched it, is dead, and the next holder removes it. A holder checks for its lease before each
-//! commit; if it renewed too late, it claims the lease again.
+//! withdraws. If two do so at the same time, at least one sees the other: both may withdraw, but they never both
+//! hold the lease. A lease not renewed for [`EXPIRES`], by the object store's own clock or while a process watched
+//! it, is dead, and the next holder removes it. A holder checks for its lease before each commit; if it renewed too
+//! late, it claims the lease again.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
@@ -33,7 +33,7 @@ const RELIES: Duration = Duration::from_secs(45);
 const RENEWS: Duration = Duration::from_secs(15);
 /// How often a process that waits for the lease checks it.
 const LOOKS: Duration = Duration::from_secs(2);
-/// About how long two processes that claim at once wait for each other.
+/// About how long two processes that claim at the same time wait for each other.
 const YIELDS: Duration = Duration::from_millis(100);
 /// After this many stale listings in a row, the store is refused.
 const STALE: u32 = 6;
@@ -80,7 +80,8 @@ fn host() -> &'static str {
     })
 }
 
-/// A point in time by two clocks: one does not run while the machine sleeps, one may be set.
+/// A point in time by two clocks: a steady one, which stops while the machine sleeps, and the wall clock, which may
+/// be set.
 #[derive(Debug, Clone, Copy)]
 struct Stamp(Instant, SystemTime);
 
@@ -94,7 +95,7 @@ impl Stamp {
     }
 }
 
-/// This process's part in the lease of one store.
+/// This process's side of the lease of one store.
 #[derive(Debug)]
 pub(crate) struct Lease {
     io: Io,
@@ -106,9 +107,13 @@ pub(crate) struct Lease {
     /// When the lease was taken or is being claimed, in milliseconds since 1970.
     since_ms: AtomicI64,
     renewing: AtomicBool,
+    /// Number of keys used so far. A deleted key is never written again, since its deletion may take effect late.
+    keys: AtomicU64,
+    /// The number of the key of the lease that is held.
+    held_key: AtomicU64,
 }
 
-/// What a listing shows of other processes.
+/// The leases and claims of other processes, as a listing shows them.
 #[derive(Default)]
 struct Seen {
     /// Leases that are alive, and when each was last renewed.
@@ -123,14 +128,14 @@ impl Seen {
     }
 }
 
-/// The leases and claims of others that a process has seen while it waited: their dates, and since
-/// when they have had them. The store's clock may have been set back since a lease was renewed; its date
-/// is in the future then, and does not tell whether it is dead.
+/// Leases and claims of others, as seen while waiting: for each, its date, and since when it has had that date. If
+/// the store's clock was set back after a renewal, the date lies in the future and does not tell whether the lease
+/// is dead.
 #[derive(Default)]
 struct Watched(BTreeMap<Path, (DateTime<Utc>, Instant)>);
 
 impl Watched {
-    /// Notes what was seen. Returns what has not been renewed for as long as it takes to die.
+    /// Records what was seen. Returns the leases and claims that have not been renewed for [`EXPIRES`].
     fn note(&mut self, seen: &Seen) -> Vec<Path> {
         let there: Vec<_> = seen.held.iter().chain(&seen.claims).collect();
         self.0.retain(|key, _| there.iter().any(|(there, _)| there == key));
@@ -152,7 +157,8 @@ impl Lease {
     pub(crate) fn new(io: Io, layout: Layout, place: &str, me: Uuid) -> Arc<Self> {
         let (held, since_ms) = (Mutex::default(), AtomicI64::new(0));
         let (place, renewing) = (place.to_owned(), AtomicBool::new(false));
-        Arc::new(Self { io, layout, place, me, held, since_ms, renewing })
+        let (keys, held_key) = (AtomicU64::new(0), AtomicU64::new(0));
+        Arc::new(Self { io, layout, place, me, held, since_ms, renewing, keys, held_key })
     }
 
     /// Takes the lease, unless it is held. Returns whether it was taken just now. Waits for a holder
@@ -191,20 +197,24 @@ impl Lease {
         }
     }
 
+    /// Whether this process had the lease when it last looked.
+    pub(crate) async fn is_held(&self) -> bool {
+        self.held.lock().await.is_some()
+    }
+
     /// Deletes this process's lease.
     pub(crate) async fn release(&self) -> Result<()> {
         match self.held.lock().await.take() {
-            Some(_) => self.io.delete(&self.key(HELD)).await,
+            Some(_) => self.io.delete(&self.held_key()).await,
             None => Ok(()),
         }
     }
 
     /// Removes the leases of others, dead or not, and names them.
     pub(crate) async fn remove_others(&self) -> Result<Vec<Holder>> {
-        let own = [self.key(HELD), self.key(CLAIM)];
         let mut removed = Vec::new();
         for meta in self.io.list(&self.layout.leases(), None).await? {
-            if own.contains(&meta.location) {
+            if self.is_own(&meta.location) {
                 continue;
             }
             let holder = self.holder(&meta.location).await;
@@ -215,8 +225,8 @@ impl Lease {
     }
 
     async fn acquire(&self) -> Result<Stamp> {
-        let claim = self.key(CLAIM);
-        let taken = self.contend(&claim).await;
+        let mut claim = self.new_key(CLAIM);
+        let taken = self.contend(&mut claim).await;
         if taken.is_err() {
             // The claim would expire, but nobody needs to wait for that.
             let _ = self.io.delete(&claim).await;
@@ -224,15 +234,24 @@ impl Lease {
         taken
     }
 
-    async fn contend(&self, claim: &Path) -> Result<Stamp> {
+    async fn contend(&self, claim: &mut Path) -> Result<Stamp> {
         let start = Instant::now();
-        let mut first: Option<(Path, DateTime<Utc>)> = None;
+        let mut first: Option<(Path, DateTime<Utc>, Instant)> = None;
         let mut watched = Watched::default();
         loop {
             let stamp = Stamp::now();
             self.since_ms.store(Utc::now().timestamp_millis(), Ordering::SeqCst);
             self.io.put(claim, self.body()?).await?;
             let mut seen = self.look(claim).await?;
+            if stamp.age() >= RELIES {
+                // The machine slept: what looked dead may have been renewed, and the claim may be gone.
+                self.withdraw(claim).await?;
+                let other = seen.held.pop().or_else(|| seen.claims.pop());
+                if let Some((key, _)) = other.filter(|_| start.elapsed() > EXPIRES + RENEWS) {
+                    return Err(self.locked(&key, false).await);
+                }
+                continue;
+            }
             if seen.is_free() && !seen.dead.is_empty() {
                 for key in &seen.dead {
                     self.io.delete(key).await?;
@@ -249,35 +268,48 @@ impl Lease {
                 continue;
             }
             if seen.is_free() {
-                self.io.put(&self.key(HELD), self.body()?).await?;
-                self.io.delete(claim).await?;
+                let number = self.keys.fetch_add(1, Ordering::SeqCst);
+                self.held_key.store(number, Ordering::SeqCst);
+                self.io.put(&self.held_key(), self.body()?).await?;
+                self.withdraw(claim).await?;
                 // If the machine slept in between, the claim may have been dead by now.
                 if stamp.age() < RELIES {
                     return Ok(stamp);
                 }
-                self.io.delete(&self.key(HELD)).await?;
+                self.io.delete(&self.held_key()).await?;
                 continue;
             }
             let pause = match seen.held.pop() {
                 Some((key, renewed)) => {
-                    self.io.delete(claim).await?;
-                    let alive = first.as_ref().is_some_and(|(k, at)| *k == key && *at != renewed);
+                    self.withdraw(claim).await?;
+                    let alive = match &mut first {
+                        // A write that its holder began before it died may arrive late, but not as late as this.
+                        // A holder that gave the lease back may have taken it again, under another key.
+                        Some((k, at, since))
+                            if process_of(k) == process_of(&key)
+                                && (&*k, &*at) != (&key, &renewed) =>
+                        {
+                            (*k, *at) = (key.clone(), renewed);
+                            since.elapsed() >= RENEWS / 2
+                        }
+                        _ => false,
+                    };
                     if alive || start.elapsed() > EXPIRES + RENEWS {
                         return Err(self.locked(&key, alive).await);
                     }
                     if first.is_none() {
                         self.tell_waiting(&key).await;
                     }
-                    if first.as_ref().is_none_or(|(k, _)| *k != key) {
-                        first = Some((key, renewed));
+                    if first.as_ref().is_none_or(|(k, ..)| *k != key) {
+                        first = Some((key, renewed, Instant::now()));
                     }
                     LOOKS
                 }
                 None => {
                     // The claim with the lowest name stays, and waits until the others have
                     // withdrawn.
-                    if seen.claims.iter().any(|(other, _)| other < claim) {
-                        self.io.delete(claim).await?;
+                    if seen.claims.iter().any(|(other, _)| other < &*claim) {
+                        self.withdraw(claim).await?;
                     }
                     if start.elapsed() > EXPIRES + RENEWS {
                         let other = seen.claims.pop().map_or_else(|| claim.clone(), |(key, _)| key);
@@ -292,7 +324,7 @@ impl Lease {
 
     /// Checks that the lease is still there, and renews it if that is due.
     async fn keep(&self, renewed: Stamp) -> Result<Stamp> {
-        let key = self.key(HELD);
+        let key = self.held_key();
         let listed = self.io.list(&self.layout.leases(), None).await?;
         // A listing may be stale.
         if !listed.iter().any(|m| m.location == key) {
@@ -332,10 +364,10 @@ impl Lease {
             let mut seen = Seen::default();
             let expires = TimeDelta::from_std(EXPIRES).unwrap_or_default();
             for meta in listed {
-                let name = meta.location.filename().unwrap_or_default();
-                if name.ends_with(&self.me.as_hyphenated().to_string()) {
+                if self.is_own(&meta.location) {
                     continue;
                 }
+                let name = meta.location.filename().unwrap_or_default();
                 if now.signed_duration_since(meta.last_modified) >= expires {
                     seen.dead.push(meta.location);
                 } else if name.starts_with(CLAIM) {
@@ -352,8 +384,29 @@ impl Lease {
         )))
     }
 
-    fn key(&self, kind: &str) -> Path {
-        self.layout.leases().join(format!("{kind}{}", self.me.as_hyphenated()))
+    /// Deletes a claim. The next one has a key of its own.
+    async fn withdraw(&self, claim: &mut Path) -> Result<()> {
+        self.io.delete(claim).await?;
+        *claim = self.new_key(CLAIM);
+        Ok(())
+    }
+
+    fn new_key(&self, kind: &str) -> Path {
+        self.key(kind, self.keys.fetch_add(1, Ordering::SeqCst))
+    }
+
+    /// The key of the lease that is held.
+    fn held_key(&self) -> Path {
+        self.key(HELD, self.held_key.load(Ordering::SeqCst))
+    }
+
+    fn key(&self, kind: &str, number: u64) -> Path {
+        self.layout.leases().join(format!("{kind}{}-{number}", self.me.as_hyphenated()))
+    }
+
+    fn is_own(&self, key: &Path) -> bool {
+        let name = key.filename().unwrap_or_default();
+        name.contains(&self.me.as_hyphenated().to_string())
     }
 
     fn body(&self) -> Result<Bytes> {
@@ -374,10 +427,9 @@ impl Lease {
     }
 
     async fn lost(&self) -> Error {
-        let own = self.key(HELD);
         let listed = self.io.list(&self.layout.leases(), None).await.unwrap_or_default();
         let other = listed.into_iter().map(|m| m.location);
-        let other = other.filter(|key| *key != own && is_held(key)).max();
+        let other = other.filter(|key| !self.is_own(key) && is_held(key)).max();
         let holder = match other {
             Some(key) => Some(Box::new(self.holder(&key).await)),
             None => None,
@@ -399,6 +451,11 @@ impl Lease {
 /// holder.
 const CLAIM: &str = "claim-";
 const HELD: &str = "held-";
+
+/// The UUID of the process in the name of its lease.
+fn process_of(held: &Path) -> Option<&str> {
+    held.filename()?.strip_prefix(HELD)?.get(..36)
+}
 
 fn is_held(key: &Path) -> bool {
     key.filename().is_some_and(|name| name.starts_with(HELD))

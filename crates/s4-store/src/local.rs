@@ -1,4 +1,4 @@
-//! What a local folder needs beyond an object store: syncing, leftovers, kind of file system.
+//! Local folders, where they differ from an object store: syncing, leftovers, kind of file system.
 
 use std::fs::{self, File};
 use std::io;
@@ -12,6 +12,7 @@ use crate::layout::Layout;
 #[derive(Debug, Clone)]
 pub(crate) struct Folder {
     root: PathBuf,
+    trust: Trust,
 }
 
 /// A file that a killed writer left behind.
@@ -25,7 +26,9 @@ pub(crate) struct Leftover {
 /// How far a file system can be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trust {
-    /// Local, or known to be coherent.
+    /// On a disk of this machine: what cannot be read is damaged.
+    Disk,
+    /// Not known to be any of the others.
     Full,
     /// Works as far as is known, but caches may be stale for a while.
     Doubtful(&'static str),
@@ -48,14 +51,14 @@ impl Folder {
         for made in root.ancestors().take_while(|a| *a != existing).chain([existing]) {
             sync(made)?;
         }
-        Ok(Self { root })
+        Ok(Self::at(root))
     }
 
     /// The folder; `None` if there is nothing of this name.
     pub(crate) fn existing(root: &Path) -> Result<Option<Self>> {
         let root = std::path::absolute(root).map_err(|e| at("find", root, e))?;
         match fs::metadata(&root) {
-            Ok(meta) if meta.is_dir() => Ok(Some(Self { root })),
+            Ok(meta) if meta.is_dir() => Ok(Some(Self::at(root))),
             Ok(_) => Err(at("open", &root, io::ErrorKind::NotADirectory.into())),
             // But a dangling link is an error: it may lead to a file system that is not mounted.
             Err(e)
@@ -65,6 +68,17 @@ impl Folder {
             }
             Err(e) => Err(at("open", &root, e)),
         }
+    }
+
+    fn at(root: PathBuf) -> Self {
+        let trust = trust_of(&root);
+        Self { root, trust }
+    }
+
+    /// The same folder, with its file system trusted to this degree.
+    #[cfg(test)]
+    pub(crate) fn trusted(self, trust: Trust) -> Self {
+        Self { trust, ..self }
     }
 
     pub(crate) fn root(&self) -> &Path {
@@ -146,9 +160,38 @@ impl Folder {
         key.parts().fold(self.root.clone(), |path, part| path.join(part.as_ref()))
     }
 
-    /// How far the file system below the folder can be trusted.
-    pub(crate) fn trust(&self) -> Trust {
-        trust_of(&self.root)
+    /// Whether an unreadable file counts as damaged: over a network, the failure may be temporary.
+    pub(crate) fn is_on_disk(&self) -> bool {
+        self.trust == Trust::Disk
+    }
+
+    /// Whether the file system is local, as far as is known: it then answers immediately, and dates files by this
+    /// machine's clock. Other file systems may be as slow as a server.
+    pub(crate) fn is_local(&self) -> bool {
+        matches!(self.trust, Trust::Disk | Trust::Full)
+    }
+
+    /// Refuses a file system whose guarantees are too weak for writers, unless `allow` says so, and
+    /// warns of a doubtful one.
+    pub(crate) fn check_writable(&self, allow: bool) -> Result<()> {
+        let path = self.root.display();
+        match self.trust {
+            Trust::Disk | Trust::Full => {}
+            Trust::Doubtful(kind) => tracing::warn!(
+                "{path} is on {kind}: others may see a machine's writes late, and a power cut may \
+                 undo acknowledged ones"
+            ),
+            Trust::None(kind) if allow => {
+                tracing::warn!("{path} is on {kind}, whose guarantees are too weak for a store");
+            }
+            Trust::None(kind) => {
+                return Err(Error::Refused(format!(
+                    "{path} is on {kind}, whose guarantees are too weak for a checkpoint store; \
+                     set `allow_network_fs` to use it anyway"
+                )));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -196,6 +239,9 @@ fn trust_of_magic(magic: u32) -> Trust {
         0x0102_1997 => Trust::Doubtful("9p"),
         0x517b | 0xfe53_4d42 | 0xff53_4d42 => Trust::None("SMB"),
         0x5346_414f | 0x6b41_4653 => Trust::None("AFS"),
+        // ext4, XFS, Btrfs, ZFS, F2FS, bcachefs, JFS, exFAT, FAT, NTFS, and a container's overlay.
+        0xef53 | 0x5846_5342 | 0x9123_683e | 0x2fc1_2fc1 | 0xf2f5_2010 | 0xca45_1a4e
+        | 0x3153_464a | 0x2011_bab0 | 0x4d44 | 0x7366_746e | 0x794c_7630 => Trust::Disk,
         _ => Trust::Full,
     }
 }
@@ -221,7 +267,7 @@ mod tests {
         for name in own.iter().chain(&others) {
             fs::write(folder.root().join(name), b"12").unwrap();
         }
-        // What is not the store's need not be readable.
+        // Files that are not the store's need not be readable.
         #[cfg(unix)]
         {
             use std::os::unix::fs::PermissionsExt;
@@ -238,12 +284,54 @@ mod tests {
         assert_eq!(leftovers().len(), 2);
     }
 
+    /// A store may be copied to a file system where none would be created.
+    #[tokio::test]
+    async fn a_store_on_a_file_system_that_is_too_weak_can_only_be_read() {
+        use crate::testing::{quick_options, toy};
+        use crate::{Place, Store, StoreOptions, Writers};
+        for writers in [Writers::Many, Writers::Single] {
+            let temp = tempfile::tempdir().unwrap();
+            let place = Place::folder(temp.path());
+            let options =
+                |allow_network_fs| StoreOptions { writers, allow_network_fs, ..quick_options() };
+            let store = Store::create(&place, options(false)).await.unwrap();
+            let id = toy::save(&store, 1, None, &[1; 20]).await.unwrap().id();
+            let begun = store.begin().await.unwrap().id();
+            store.release().await.unwrap();
+            for allow in [false, true] {
+                let mut store = Store::open(&place, options(allow)).await.unwrap();
+                let inner = std::sync::Arc::get_mut(&mut store.inner).unwrap();
+                let weak = |folder: Folder| folder.trusted(Trust::None("SMB"));
+                inner.folder = inner.folder.take().map(weak);
+                assert_eq!(store.list().await.unwrap().len(), 1);
+                let done = [
+                    store.pin(id).await,
+                    store.begin().await.map(drop),
+                    store.join(begun, 1).await.map(drop),
+                ];
+                for done in done {
+                    assert!(allow == done.is_ok(), "{done:?}");
+                    assert!(allow || matches!(done, Err(Error::Refused(_))), "{done:?}");
+                }
+                let leases = fs::read_dir(temp.path().join("lease")).map_or(0, Iterator::count);
+                assert_eq!(leases, usize::from(allow && writers == Writers::Single));
+            }
+        }
+    }
+
     #[test]
     fn network_file_systems_are_known() {
-        assert_eq!(trust_of_magic(0xef53), Trust::Full);
+        assert_eq!(trust_of_magic(0xef53), Trust::Disk);
+        // Lustre: what it cannot read now may be there when its server is.
+        assert_eq!(trust_of_magic(0x0bd0_0bd0), Trust::Full);
         assert!(matches!(trust_of_magic(0x6969), Trust::Doubtful(_)));
         assert!(matches!(trust_of_magic(0xff53_4d42), Trust::None(_)));
         let temp = tempfile::tempdir().unwrap();
-        assert_ne!(Folder::create(temp.path()).unwrap().trust(), Trust::None("AFS"));
+        let folder = Folder::create(temp.path()).unwrap();
+        folder.check_writable(false).unwrap();
+        let weak = folder.trusted(Trust::None("SMB"));
+        let refused = weak.check_writable(false).unwrap_err();
+        assert!(matches!(refused, Error::Refused(_)), "{refused}");
+        weak.check_writable(true).unwrap();
     }
 }

@@ -11,7 +11,6 @@ use crate::entry::{Entry, MAX_ENTRY, Op};
 use crate::error::{CommitUnknown, Error, Result};
 use crate::failure::Failure;
 use crate::id::WriteId;
-use crate::io::is_permanent;
 use crate::replay::Known;
 use crate::state::State;
 use crate::store::Inner;
@@ -21,13 +20,13 @@ use crate::view;
 /// that bounds the cost of opening a store.
 pub(crate) const VIEW_EVERY: u64 = 32;
 
-/// What a slot of the log holds after an attempt to create it.
+/// The content of a slot of the log after an attempt to create its entry.
 pub(crate) enum Slot {
     Ours,
     Other(Box<Entry>, Digest),
 }
 
-/// What reading a slot of the log found.
+/// The result of reading a slot of the log.
 pub(crate) enum Seen {
     Entry(Box<Entry>, Digest),
     Empty,
@@ -72,6 +71,15 @@ impl Inner {
     /// nothing changed. Returns `None` if `build` finds nothing to do.
     pub(crate) async fn append(
         &self,
+        build: impl FnMut(&State) -> Result<Option<Op>>,
+    ) -> Result<Option<Entry>> {
+        self.append_after(None, build).await
+    }
+
+    /// As [`Inner::append`]. `asked`: the write whose outcome the caller wants to find out by this.
+    async fn append_after(
+        &self,
+        asked: Option<WriteId>,
         mut build: impl FnMut(&State) -> Result<Option<Op>>,
     ) -> Result<Option<Entry>> {
         self.ensure_writer().await?;
@@ -86,40 +94,63 @@ impl Inner {
                 known.own.committed(&entry, false);
                 return Ok(Some(entry));
             }
-            let op = match &owed {
-                Some(op) => op.clone(),
-                None => match build(&known.state)? {
-                    Some(op) => op,
-                    None => return Ok(None),
-                },
-            };
-            known.state.check(&op)?;
-            let entry = Entry {
-                v: op.version(),
-                n: known.state.head() + 1,
-                prev: known.state.head_hash,
-                write_id,
-                at_ms: chrono::Utc::now().timestamp_millis(),
-                op,
+            let open = known.own.open.take();
+            let open = open.filter(|e| (e.n, e.prev) == known.state.next());
+            let again = open.is_some();
+            let entry = match open {
+                Some(entry) => entry,
+                None => {
+                    let op = match &owed {
+                        Some(op) => op.clone(),
+                        None => match build(&known.state)? {
+                            Some(op) => op,
+                            None => return Ok(None),
+                        },
+                    };
+                    known.state.check(&op)?;
+                    let (n, prev) = known.state.next();
+                    let at_ms = chrono::Utc::now().timestamp_millis();
+                    Entry { v: op.version(), n, prev, write_id, at_ms, op }
+                }
             };
             self.reached("log.before").await;
             let bytes = Bytes::from(entry.to_bytes(self.layout.entry(entry.n).as_ref())?);
             let began = Instant::now();
-            let mut slot = self.create_slot(&entry, bytes.clone()).await?;
+            known.own.open = (!self.creates_entries()).then(|| entry.clone());
+            let mut slot = match self.create_slot(&entry, bytes.clone()).await {
+                Err(e) if !again && !matches!(e, Error::CommitUnknown(_)) => {
+                    // Nothing was sent, or everything that was sent was refused.
+                    known.own.open = None;
+                    return Err(e);
+                }
+                Err(e) if again && asked != Some(entry.write_id) => {
+                    return Err(self.nothing_sent(&entry, e));
+                }
+                other => other?,
+            };
             let created = matches!(slot, Slot::Ours);
             if created {
                 self.reached("log.created").await;
                 let others = known.own.others_are_near();
                 let settle = others.then(|| began.elapsed());
-                slot = self.read_back(&entry, settle).await?;
+                slot = match self.read_back(&entry, settle).await {
+                    Err(e) if again && asked != Some(entry.write_id) => {
+                        return Err(self.nothing_sent(&entry, e));
+                    }
+                    other => other?,
+                };
             }
+            known.own.open = None;
             match slot {
                 Slot::Ours => {
                     self.reached("log.after").await;
                     self.apply(&mut known, &entry, Digest::of(&bytes))?;
-                    known.own.committed(&entry, owed.is_some());
+                    known.own.committed(&entry, owed.is_some() && !again);
                     self.write_view(&mut known).await;
                     self.reached("log.viewed").await;
+                    if again {
+                        continue;
+                    }
                     if owed.is_none() {
                         return Ok(Some(entry));
                     }
@@ -127,7 +158,7 @@ impl Inner {
                 }
                 Slot::Other(other, hash) => {
                     let followed = self.follow_other(&mut known, &other, hash).await;
-                    if !created || owed.is_some() {
+                    if !created || owed.is_some() || again {
                         followed?;
                         continue;
                     }
@@ -145,12 +176,26 @@ impl Inner {
         }
     }
 
+    /// The error of a commit that was never sent, because an earlier one had to be written again first and that
+    /// failed. The earlier one's outcome is still unknown; this one is certainly not in the log.
+    fn nothing_sent(&self, earlier: &Entry, error: Error) -> Error {
+        match error {
+            Error::CommitUnknown(_) => Error::Deadline {
+                action: "write again",
+                key: self.layout.entry(earlier.n).to_string(),
+                limit: self.io.retry().deadline,
+                last: Failure::silent(),
+            },
+            other => other,
+        }
+    }
+
     /// Tries to create one entry of the log until it is known whose entry is there.
     ///
-    /// Only a plain success is believed: a gateway's 503 after the commit makes the client repeat
-    /// its request, lose against itself and report that the object exists already; a 409 is
-    /// reported in the same way though nothing was written; and an answer may be lost. So after any
-    /// other answer the slot is read, and the write id in it decides.
+    /// Only a plain success is trusted. A gateway's 503 after the commit makes the client repeat its request, lose
+    /// against itself, and report that the object exists already; a 409 is reported in the same way although
+    /// nothing was written; and an answer may be lost. So after any other answer the slot is read, and the write id
+    /// in it decides.
     async fn create_slot(&self, entry: &Entry, bytes: Bytes) -> Result<Slot> {
         let key = self.layout.entry(entry.n);
         let retry = self.io.retry();
@@ -167,18 +212,21 @@ impl Inner {
                     break;
                 }
             };
+            let until = match attempt {
+                0 => until.min(Instant::now() + retry.first_try()),
+                _ => until,
+            };
             let mut hopeless = false;
             match tokio::time::timeout_at(until, self.try_slot(&key, bytes.clone())).await {
                 Ok(Ok(())) => return Ok(Slot::Ours),
                 Err(_) => ambiguous = true,
                 Ok(Err(error)) => {
-                    hopeless = is_permanent(&error);
+                    hopeless = self.io.is_permanent(&error);
                     let empty = hopeless
                         && !ambiguous
                         && matches!(self.read_slot(entry.n).await, Ok(Seen::Empty));
                     if empty {
-                        // No earlier try can have landed, and this one was turned away and left
-                        // nothing.
+                        // No earlier try can have landed, and this one was refused without effect.
                         return Err(Error::storage("write", &key, error));
                     }
                     ambiguous |= !hopeless;
@@ -237,7 +285,8 @@ impl Inner {
             }
             let fence = Op::Fence { against: unknown.write_id };
             let slot = unknown.slot;
-            self.append(|state| Ok((state.head() < slot).then(|| fence.clone()))).await?;
+            let build = |state: &State| Ok((state.head() < slot).then(|| fence.clone()));
+            self.append_after(Some(unknown.write_id), build).await?;
         }
         Err(unknown.clone().into())
     }
@@ -248,7 +297,7 @@ impl Inner {
         self.folder.as_ref().map_or(Ok(()), |folder| folder.sync_names(&self.layout.log()))
     }
 
-    /// Stores a view if the last one is old. It is a hint: failing to write it is no failure.
+    /// Stores a view if the last one is old. Best effort: a failed write is not an error.
     async fn write_view(&self, known: &mut Known) {
         if known.state.head() >= known.viewed + VIEW_EVERY {
             view::write(self, &known.state).await;

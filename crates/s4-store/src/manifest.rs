@@ -33,7 +33,7 @@ pub struct ObjectInfo {
     pub kind: String,
 }
 
-/// What the object `manifest` holds.
+/// The content of the object `manifest`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
     /// The data objects; the first is number 0.

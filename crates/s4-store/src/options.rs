@@ -13,8 +13,8 @@ use crate::id::{Ids, TimeIds};
 /// temporary (not after a 403, for a bucket that does not exist, or on a full disk).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Retry {
-    /// Maximum number of tries of one request, at least 1. The deadline usually comes first. Below
-    /// these tries, the client of a cloud store makes a few quick retries of its own.
+    /// Maximum number of tries of one request, at least 1. The deadline usually comes first. Within each try, the
+    /// client of a cloud store makes a few quick retries of its own.
     pub attempts: u32,
     /// The pause after the first failure; it doubles with each further one.
     pub first_pause: Duration,
@@ -45,6 +45,17 @@ impl Retry {
     #[must_use]
     pub fn within(deadline: Duration) -> Self {
         Self { first_contact: deadline, deadline, ..Self::default() }
+    }
+
+    /// Time limit of the first try, which leaves time for another one if an answer is lost.
+    pub(crate) fn first_try(&self) -> Duration {
+        self.deadline - Self::second_try(self.deadline)
+    }
+
+    /// Minimum time for the second try, even if the first one used up the whole limit (`patience`): its answer may
+    /// have been lost, or the machine suspended.
+    pub(crate) fn second_try(patience: Duration) -> Duration {
+        patience / 4
     }
 
     /// The pause after try `attempt` (counted from 0): between half and all of the exponential
@@ -119,8 +130,8 @@ pub trait PutFiles: std::fmt::Debug + Send + Sync {
     fn put(&self, path: &Path, parts: &PutPayload) -> io::Result<bool>;
 }
 
-/// Most bytes that are uploaded at once unless told otherwise: a connection to an object store transfers some
-/// 100 MB/s, so a fast network needs many. 1 GiB, or an eighth of the machine's memory if that is less.
+/// The default of [`StoreOptions::upload_memory`]: 1 GiB, or an eighth of the machine's memory if that is less. A
+/// connection to an object store transfers some 100 MB/s, so a fast network needs many connections.
 #[must_use]
 pub fn upload_memory() -> usize {
     const MOST: usize = 1 << 30;
@@ -140,10 +151,10 @@ pub fn upload_memory() -> usize {
 pub struct StoreOptions {
     /// When failed requests are retried.
     pub retry: Retry,
-    /// Most bytes of objects in flight at once, which bounds the memory that a slow link ties up; 256 MiB at most
-    /// to a folder. By default [`upload_memory`].
+    /// Maximum bytes of objects in flight, which bounds the memory that a slow link ties up; at most 256 MiB for a
+    /// folder. By default [`upload_memory`].
     pub upload_memory: usize,
-    /// Most requests in flight at once, for reads and look-ups.
+    /// Maximum number of requests in flight, for reads and look-ups.
     pub concurrency: usize,
     /// Bytes per second of all uploads together; `None`: no limit.
     pub bandwidth: Option<u64>,
@@ -156,7 +167,7 @@ pub struct StoreOptions {
     pub allow_network_fs: bool,
     /// How objects of a local folder are written, if not by a plain `write`.
     pub files: Option<Arc<dyn PutFiles>>,
-    /// Where ids come from.
+    /// Source of new ids.
     pub ids: Arc<dyn Ids>,
     /// Places where a test may stop the world.
     pub crash_points: Option<Arc<dyn CrashPoints>>,

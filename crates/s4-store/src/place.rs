@@ -1,4 +1,4 @@
-//! Where a store is.
+//! Locations of stores.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ pub struct Place {
     kind: Kind,
     /// For messages; holds no secret.
     name: String,
-    /// Kind and address of the object store without the path: what a probe is valid for.
+    /// Kind and address of the object store, without the path. The result of a probe is valid for exactly this.
     server: String,
 }
 
@@ -86,7 +86,7 @@ impl Place {
         }
     }
 
-    /// The object store and the prefix in it; a folder is created if `create` says so.
+    /// The object store and the prefix in it. With `create`, a missing folder is created.
     pub(crate) fn connect(&self, create: bool) -> Result<Connected> {
         let path = match &self.kind {
             Kind::Objects(store, prefix) => {

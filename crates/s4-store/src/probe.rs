@@ -23,7 +23,7 @@ use crate::failure::Failure;
 use crate::io::is_permanent;
 use crate::options::{ProbeLimits, StoreOptions};
 
-/// Races in flight at once.
+/// Maximum number of races in flight.
 const SIDE_BY_SIDE: usize = 8;
 /// Of this many races, one has many writers and one has large bodies.
 const VARIETY: u32 = 8;
@@ -35,12 +35,14 @@ const LARGE: usize = 64 << 10;
 const SMALL: usize = 512;
 /// An answer that takes longer counts as lost.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// So does one that takes longer than the deadline divided by this, which leaves time for other tries.
+const TRIES: u32 = 4;
 /// The message about bytes that nobody wrote.
 const DAMAGED: &str = "what was read is damaged";
 /// How often progress is reported.
 const TELL: Duration = Duration::from_secs(2);
 
-/// What the probe found.
+/// The findings of a probe.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProbeReport {
     /// A second create of one object was refused, and the first one's bytes stayed.
@@ -80,9 +82,29 @@ enum Answer {
     Refused,
     /// The server or its client cannot do it.
     Unsupported(String),
-    /// Turned away for good, for another reason than the condition.
+    /// Refused permanently, for a reason other than the condition.
     Denied(StoreError),
     Disturbed(String),
+}
+
+/// How long the probe waits.
+#[derive(Clone, Copy)]
+struct Patience {
+    /// For all answers.
+    end: Instant,
+    /// For one answer.
+    answer: Duration,
+}
+
+impl Patience {
+    fn within(deadline: Duration) -> Self {
+        Self { end: Instant::now() + deadline, answer: PATIENCE.min(deadline / TRIES) }
+    }
+
+    /// When an answer to a request that begins now counts as lost.
+    fn for_answer(self) -> Instant {
+        self.end.min(Instant::now() + self.answer)
+    }
 }
 
 /// One race.
@@ -132,7 +154,7 @@ struct Probe<'a> {
     options: &'a StoreOptions,
     unique: Uuid,
     start: Instant,
-    end: Instant,
+    patience: Patience,
     /// Keys that were written.
     made: Vec<Path>,
     /// Trials in a row that were disturbed.
@@ -143,14 +165,13 @@ struct Probe<'a> {
 
 impl<'a> Probe<'a> {
     fn new(store: &'a Arc<dyn ObjectStore>, folder: &'a Path, options: &'a StoreOptions) -> Self {
-        let start = Instant::now();
         Self {
             store,
             folder,
             options,
             unique: options.ids.next(),
-            start,
-            end: start + options.retry.deadline,
+            start: Instant::now(),
+            patience: Patience::within(options.retry.deadline),
             made: Vec::new(),
             disturbed: 0,
             latency: PATIENCE,
@@ -162,7 +183,7 @@ impl<'a> Probe<'a> {
         let outcome = self.trials(limits, &mut report).await;
         let made = std::mem::take(&mut self.made);
         let keys = futures::stream::iter(made.into_iter().map(Ok)).boxed();
-        // What stays behind is swept later.
+        // A sweep deletes what remains.
         let deleted = self.store.delete_stream(keys).for_each(|_| async {});
         let _ = tokio::time::timeout(PATIENCE, deleted).await;
         outcome.map(|()| report)
@@ -198,8 +219,8 @@ impl<'a> Probe<'a> {
             while running.len() < wanted.min(SIDE_BY_SIDE) {
                 let (key, race) = (self.key(&format!("race-{begun}")), self.plan(begun));
                 begun += 1;
-                let (store, end) = (Arc::clone(self.store), self.end);
-                running.push(async move { run_race(&store, &key, race, end).await });
+                let (store, patience) = (Arc::clone(self.store), self.patience);
+                running.push(async move { run_race(&store, &key, race, patience).await });
             }
             match running.next().await {
                 Some(Outcome::Good) => {
@@ -250,7 +271,7 @@ impl<'a> Probe<'a> {
         let retry = &self.options.retry;
         let pause = retry.pause(self.disturbed, self.unique.as_u64_pair().1);
         self.disturbed += 1;
-        if Instant::now() + pause >= self.end {
+        if Instant::now() + pause >= self.patience.end {
             let place = self.folder.to_string();
             return Err(Error::ProbeDisturbed { place, limit: retry.deadline, last: what });
         }
@@ -263,7 +284,7 @@ impl<'a> Probe<'a> {
     async fn twice(&mut self) -> Result<Outcome> {
         let key = self.key(&format!("twice-{}", self.disturbed));
         let began = Instant::now();
-        let first = create(self.store, &key, "first".into(), self.end).await;
+        let first = create(self.store, &key, "first".into(), self.patience).await;
         self.latency = self.latency.min(began.elapsed());
         match first {
             Answer::Accepted => {}
@@ -274,14 +295,14 @@ impl<'a> Probe<'a> {
             Answer::Disturbed(what) => return Ok(Outcome::Disturbed(what)),
             Answer::Denied(e) => return self.denied(&key, e).await,
         }
-        match create(self.store, &key, "second".into(), self.end).await {
+        match create(self.store, &key, "second".into(), self.patience).await {
             Answer::Accepted => {
                 return Ok(Outcome::Bad("a second create of one object was accepted".into()));
             }
             Answer::Disturbed(what) => return Ok(Outcome::Disturbed(what)),
             Answer::Refused | Answer::Unsupported(_) | Answer::Denied(_) => {}
         }
-        Ok(match read(self.store, &key, self.end).await {
+        Ok(match read(self.store, &key, self.patience).await {
             Ok(Some(found)) if found == "first" => Outcome::Good,
             Ok(Some(found)) if found == "second" => {
                 Outcome::Bad("a second create was refused, but its bytes are there".into())
@@ -292,9 +313,9 @@ impl<'a> Probe<'a> {
         })
     }
 
-    /// Finds out whether a create was turned away for its condition, or as every write would be.
+    /// Finds out whether a create was refused because of its condition, or because every write is.
     async fn denied(&self, key: &Path, error: StoreError) -> Result<Outcome> {
-        match timeout_at(self.end, self.store.put(key, "plain".into())).await {
+        match timeout_at(self.patience.for_answer(), self.store.put(key, "plain".into())).await {
             Ok(Ok(_)) => {
                 Ok(Outcome::Bad(format!("conditional writes are rejected: {}", said(&error))))
             }
@@ -305,17 +326,23 @@ impl<'a> Probe<'a> {
     }
 }
 
-/// One race of writers that start at once. Returns what went wrong, if anything; a disturbed race
-/// shows nothing wrong.
+/// One race of writers that start at the same time. Returns what went wrong, if anything; a disturbed race counts
+/// as nothing wrong.
 pub(crate) async fn race(store: &Arc<dyn ObjectStore>, key: &Path, racers: u32) -> Option<String> {
     let race = Race { racers, len: SMALL, spread: Duration::ZERO };
-    match run_race(store, key, race, Instant::now() + PATIENCE).await {
+    let patience = Patience { end: Instant::now() + PATIENCE, answer: PATIENCE };
+    match run_race(store, key, race, patience).await {
         Outcome::Bad(what) => Some(what),
         Outcome::Good | Outcome::Disturbed(_) => None,
     }
 }
 
-async fn run_race(store: &Arc<dyn ObjectStore>, key: &Path, race: Race, end: Instant) -> Outcome {
+async fn run_race(
+    store: &Arc<dyn ObjectStore>,
+    key: &Path,
+    race: Race,
+    patience: Patience,
+) -> Outcome {
     // In separate tasks: on several threads, requests really overlap.
     let mut running = JoinSet::new();
     for racer in 0..race.racers {
@@ -326,7 +353,7 @@ async fn run_race(store: &Arc<dyn ObjectStore>, key: &Path, race: Race, end: Ins
             if !wait.is_zero() {
                 tokio::time::sleep(wait).await;
             }
-            (create(&store, &key, body.clone(), end).await, body)
+            (create(&store, &key, body.clone(), patience).await, body)
         });
     }
     let (mut winners, mut disturbed) = (Vec::new(), None);
@@ -338,7 +365,7 @@ async fn run_race(store: &Arc<dyn ObjectStore>, key: &Path, race: Race, end: Ins
             Err(e) => disturbed = Some(e.to_string()),
         }
     }
-    let found = read(store, key, end).await;
+    let found = read(store, key, patience).await;
     match (&winners[..], found) {
         ([], _) => Outcome::Disturbed(disturbed.unwrap_or("no create was accepted".into())),
         ([_, _, ..], _) => {
@@ -367,9 +394,14 @@ fn said(error: &StoreError) -> String {
     Failure::new(error).to_string()
 }
 
-async fn create(store: &Arc<dyn ObjectStore>, key: &Path, body: Bytes, end: Instant) -> Answer {
+async fn create(
+    store: &Arc<dyn ObjectStore>,
+    key: &Path,
+    body: Bytes,
+    patience: Patience,
+) -> Answer {
     let put = store.put_opts(key, body.into(), PutMode::Create.into());
-    match timeout_at(end.min(Instant::now() + PATIENCE), put).await {
+    match timeout_at(patience.for_answer(), put).await {
         Ok(Ok(_)) => Answer::Accepted,
         Ok(Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. })) => {
             Answer::Refused
@@ -389,10 +421,10 @@ async fn create(store: &Arc<dyn ObjectStore>, key: &Path, body: Bytes, end: Inst
 async fn read(
     store: &Arc<dyn ObjectStore>,
     key: &Path,
-    end: Instant,
+    patience: Patience,
 ) -> std::result::Result<Option<Bytes>, String> {
     let get = async { store.get(key).await?.bytes().await };
-    match timeout_at(end.min(Instant::now() + PATIENCE), get).await {
+    match timeout_at(patience.for_answer(), get).await {
         Ok(Ok(bytes)) => Ok(Some(bytes)),
         Ok(Err(StoreError::NotFound { .. })) => Ok(None),
         Ok(Err(e)) => Err(said(&e)),

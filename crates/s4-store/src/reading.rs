@@ -42,7 +42,7 @@ impl Reading {
         self.id
     }
 
-    /// What the manifest says.
+    /// The manifest.
     #[must_use]
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
@@ -86,7 +86,7 @@ impl Reading {
         let at_once = usize::try_from(AHEAD / largest).unwrap_or(usize::MAX);
         let at_once = at_once.clamp(1, self.inner.concurrency());
         let read = move |n| {
-            // On a task of its own: it goes on while the caller does something else with the object before.
+            // In a separate task, which continues while the caller processes the previous object.
             let (reading, mut task) = (self.clone(), JoinSet::new());
             task.spawn(async move { reading.object(n).await });
             async move {
@@ -102,7 +102,7 @@ impl Reading {
     /// A range of an object's bytes, of which only the length is checked; the caller has checksums.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the object has no such range; [`Error::Missing`] if it is gone.
+    /// [`Error::Argument`] if the object has no such range; [`Error::Missing`] if the object no longer exists.
     pub async fn range(&self, n: u32, range: Range<u64>) -> Result<Bytes> {
         let (key, info) = self.find(n)?;
         if range.start > range.end || range.end > info.len {
@@ -149,7 +149,7 @@ impl Reading {
     }
 }
 
-/// BLAKE3 of the bytes, on a thread of its own if that takes long.
+/// BLAKE3 of the bytes, on another thread if there are many.
 pub(crate) async fn hash(bytes: Bytes) -> Digest {
     if bytes.len() < HASH_ASIDE {
         return Digest::of(&bytes);

@@ -14,7 +14,7 @@ use crate::store::Store;
 /// An error of the caller's code.
 pub type CallbackError = Box<dyn StdError + Send + Sync>;
 
-/// The part of a rebase that knows what a checkpoint holds.
+/// The part of a rebase that understands the content of a checkpoint.
 #[async_trait::async_trait]
 pub trait Rebaser: Send {
     /// Puts the full content of the first checkpoint of `chain` into `attempt` and returns the new

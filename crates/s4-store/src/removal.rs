@@ -12,7 +12,7 @@ use crate::entry::Op;
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
 use crate::layout::Part;
-use crate::local::{Folder, Trust};
+use crate::local::Folder;
 use crate::state::{End, State};
 use crate::store::{Inner, MAX_IDS};
 use crate::sweep::{Doomed, SweepReport, Swept};
@@ -147,13 +147,13 @@ impl Inner {
     /// in the future, of a time when a clock was ahead, must not make anything else look old.
     pub(crate) async fn clock(&self, dry_run: bool, seen: DateTime<Utc>) -> Result<DateTime<Utc>> {
         // For a disk of this machine, that is this machine's clock.
-        if dry_run || self.folder.as_ref().map(Folder::trust) == Some(Trust::Full) {
+        if dry_run || self.folder.as_ref().is_some_and(Folder::is_local) {
             return Ok(Utc::now());
         }
         match self.store_time().await {
             Err(e) if is_full(&e) => {
                 tracing::warn!(error = %e, "cannot get the time: using that of the newest object");
-                // Nothing goes that is too young by this machine's clock, either.
+                // At most this machine's time: nothing is deleted that is too young by its clock.
                 Ok(seen.min(Utc::now()))
             }
             other => other,

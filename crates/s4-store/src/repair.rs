@@ -1,4 +1,4 @@
-//! Mending a damaged log.
+//! Repairs a damaged log.
 //!
 //! A repair relinks the remaining entries of the log. An unreadable entry is restored from a view or from
 //! what later entries prove, or replaced by a `fence`; later entries keep their numbers and operations, and
@@ -44,10 +44,10 @@ pub struct Loss {
     pub why: String,
 }
 
-/// What a repair did, or would do.
+/// The report of a repair, or of a dry run.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RepairReport {
-    /// What is wrong with the log; nothing if there is nothing to do.
+    /// Damage to the log; empty if there is nothing to repair.
     pub damage: Vec<LogDamage>,
     /// The checkpoints that are listed afterwards, from the oldest to the newest.
     pub listed: Vec<Checkpoint>,
@@ -64,7 +64,7 @@ pub struct RepairReport {
     /// Data that no entry of the log names, with its bytes: perhaps of checkpoints that were lost. A
     /// sweep gives it up when it is older than the grace.
     pub unnamed: BTreeMap<CheckpointId, u64>,
-    /// Where the copies of everything that is overwritten or removed are.
+    /// Where everything that is overwritten or removed was copied to.
     pub aside: Option<String>,
 }
 
@@ -104,7 +104,7 @@ impl Store {
 }
 
 impl Inner {
-    /// What a repair would do, and lose.
+    /// The report of what a repair would do, and lose.
     pub(crate) async fn repair_report(&self, survey: &Salvage) -> Result<RepairReport> {
         let mut plan = self.plan_repair(survey).await?;
         plan.report.listed = plan.state.list().into_iter().cloned().collect();
@@ -116,7 +116,7 @@ impl Inner {
         plan.report.damage.clone_from(&survey.damage);
         let (last, removed) = split(&survey.slots.taken, survey.anchor.head());
         let mut known = reconstruct(&survey.anchor);
-        // What is not of this log takes no number whose content the view knows.
+        // An entry of another log must not take a number whose content the view knows.
         let known_better = |n| n < survey.anchor.head() && survey.slots.is_stray(n);
         let counts = |e: &&Entry| !survey.void.contains(&e.n) && !known_better(e.n);
         let good: Vec<_> = survey.slots.good().filter(counts).collect();
@@ -218,8 +218,8 @@ impl Inner {
         let (bytes, is_cut) = match self.io.get(from, max).await {
             Ok(bytes) => (bytes, false),
             Err(Error::Corrupt { .. }) => match self.io.get_range(from, 0..max).await {
-                // A link that leads nowhere.
-                Err(e) if e.is_missing() => return Ok(None),
+                // A link that leads nowhere, or a disk that cannot read it: there is nothing to copy.
+                Err(Error::Corrupt { .. } | Error::Missing { .. }) => return Ok(None),
                 part => (part?, true),
             },
             Err(e) if e.is_missing() => return Ok(None),
@@ -393,4 +393,48 @@ fn split(taken: &BTreeSet<u64>, known: u64) -> (u64, Vec<u64>) {
         last = last.max(*n);
     }
     (last, Vec::new())
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+    use crate::io::Io;
+    use crate::local::Trust;
+    use crate::testing::{Fault, FaultStore, OpKind, quick_options, toy};
+
+    /// A bad sector costs what the entry in it said: the store can be read and repaired.
+    #[tokio::test]
+    async fn an_entry_that_the_disk_cannot_read_is_repaired() {
+        let temp = tempfile::tempdir().unwrap();
+        let place = Place::folder(temp.path());
+        let store = Store::create(&place, quick_options()).await.unwrap();
+        for step in 1..=3 {
+            toy::save(&store, step, None, &[1; 20]).await.unwrap();
+        }
+        // Too large to be read without a request, and requests fail.
+        let entry = temp.path().join("log/00000000000000000002");
+        std::fs::File::options().write(true).open(&entry).unwrap().set_len(1 << 20).unwrap();
+        let mut store = Store::open_read_only(&place, quick_options()).await.unwrap();
+        let there = place.connect(false).unwrap();
+        let faults = FaultStore::new(there.store);
+        faults.set_plan(|op| {
+            let bad = matches!(op.kind, OpKind::Get | OpKind::Head) && op.key.ends_with("02");
+            bad.then_some(Fault::Unreadable)
+        });
+        let inner = std::sync::Arc::get_mut(&mut store.inner).unwrap();
+        inner.io = Io::new(std::sync::Arc::new(faults), quick_options().retry, 1 << 20, None)
+            .in_folder(there.folder.map(|folder| folder.trusted(Trust::Disk)));
+
+        let known = inner.load().await.unwrap();
+        assert_eq!(known.state.list().len(), 2);
+        let said = known.damage[0].to_string();
+        assert!(known.damage[0].entry() == 2 && said.contains("the disk cannot read it"), "{said}");
+        let survey = inner.survey(None).await.unwrap();
+        let mut plan = inner.plan_repair(&survey).await.unwrap();
+        inner.carry_out(&mut plan).await.unwrap();
+        assert_eq!(plan.report.fenced, [2]);
+        let store = Store::open(&place, quick_options()).await.unwrap();
+        assert_eq!(store.list().await.unwrap().len(), 2);
+        toy::save(&store, 4, None, &[1; 20]).await.unwrap();
+    }
 }

@@ -146,7 +146,7 @@ impl Inner {
         self.reload(known).await
     }
 
-    /// Whether entry `n` still has this hash; entry 0 stands for `repo.json`.
+    /// Whether entry `n` still has this hash; entry 0 means `repo.json`.
     async fn still_holds(&self, n: u64, hash: Digest) -> Result<bool> {
         if n == 0 {
             return self.same_repo().await.map(|_| true);
@@ -176,7 +176,7 @@ impl Inner {
 
     async fn reload(&self, known: &mut Known) -> Result<()> {
         let Known { state, viewed, damage, read_at, .. } = self.load().await?;
-        // Once for each damage, not whenever it is read again.
+        // Warns once per damage, not at every read.
         if damage != known.damage {
             self.warn_of(&damage);
         }

@@ -24,7 +24,7 @@ pub enum Mode {
     Single,
 }
 
-/// What `repo.json` says.
+/// The content of `repo.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Repo {
     /// Version of the layout.

@@ -1,4 +1,4 @@
-//! Repeating requests until they work, fail for good, or time is up.
+//! Repeats requests until they succeed, fail permanently, or run out of time.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,17 +20,16 @@ const SLOWEST: u64 = 64 << 10;
 /// passed.
 const WARN_AFTER: Duration = Duration::from_secs(5);
 
-/// How far a request has come that brings one answer after the other, such as a listing, which begins anew when it is
-/// repeated.
+/// Progress of a request that returns a series of answers, such as a listing. A retry starts the series over.
 #[derive(Debug, Default)]
 pub(crate) struct Progress(Mutex<Answers>);
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Answers {
-    /// Those of this try, and the most of any.
+    /// Answers in this try, and the most in any try.
     seen: u64,
     most: u64,
-    /// When the last one came, and the last one that was further than any before.
+    /// When the last answer came, and when one last came that was further than in any try before.
     moved: Option<Instant>,
     gained: Option<Instant>,
 }
@@ -95,8 +94,8 @@ impl Retrier {
         self.run_while_moving(action, key, bytes, &Progress::default(), request).await
     }
 
-    /// As [`Retrier::run`], but its time begins anew with each answer that `progress` is told of: a request that brings
-    /// many may take as long as they come. It is repeated only until the time is up since it last came further than before.
+    /// As [`Retrier::run`], but each answer reported to `progress` restarts the time limit, so a long listing may take as
+    /// long as answers keep coming. It is repeated until no try has got further for that long.
     pub(crate) async fn run_while_moving<T, F>(
         &self,
         action: &'static str,
@@ -117,45 +116,79 @@ impl Retrier {
             Error::Deadline { action, key: key.to_owned(), limit, last }
         };
         let mut last = None;
+        let again = self.retry.attempts > 1;
         for attempt in 0.. {
             progress.begin();
             let mut trying = std::pin::pin!(request());
-            let error = loop {
-                let end = moved() + self.patience(last.as_ref()) + moving;
+            // The second try has some time even if the first one used up all of it.
+            let least = match attempt {
+                1 => Instant::now() + Retry::second_try(self.patience(last.as_ref())),
+                _ => begun,
+            };
+            let end_of_try = |last: Option<&Failure>| match attempt {
+                0 if again => moved() + self.retry.first_try().min(self.patience(last)) + moving,
+                _ => least.max(moved() + self.patience(last) + moving),
+            };
+            let outcome = loop {
+                let end = end_of_try(last.as_ref());
                 match tokio::time::timeout_at(end, &mut trying).await {
-                    Ok(Ok(value)) => {
-                        self.met.store(true, Ordering::Relaxed);
-                        return Ok(value);
-                    }
-                    Ok(Err(error)) => break error,
-                    Err(_) if moved() + self.patience(last.as_ref()) + moving > end => {}
-                    Err(_) => return Err(late(last.unwrap_or_else(Failure::silent))),
+                    Ok(outcome) => break Some(outcome),
+                    Err(_) if end_of_try(last.as_ref()) > end => {}
+                    Err(_) => break None,
                 }
             };
-            let failure = Failure::new(&error);
-            let cause = failure.cause();
-            if !cause.is_before_contact() {
-                self.met.store(true, Ordering::Relaxed);
-            }
-            if matches!(error, object_store::Error::NotFound { .. }) && cause != Cause::NoSuchBucket
-            {
-                return Err(Error::missing(key));
-            }
-            if is_permanent(&error) || attempt + 1 >= self.retry.attempts {
-                return Err(Error::Storage { action, key: key.to_owned(), source: failure });
-            }
+            let failure = match outcome {
+                Some(Ok(value)) => {
+                    self.met.store(true, Ordering::Relaxed);
+                    return Ok(value);
+                }
+                Some(Err(error)) => self.failure(action, key, attempt, &error)?,
+                None if attempt == 0 && again => Failure::silent(),
+                None => return Err(late(last.unwrap_or_else(Failure::silent))),
+            };
             let end = gained() + self.patience(Some(&failure));
             let left = end.saturating_duration_since(Instant::now());
-            if left < self.retry.first_pause {
+            if left < self.retry.first_pause && attempt > 0 {
                 return Err(late(failure));
             }
             // Shorter pauses near the end: the last tries may be the ones that succeed.
             let pause = self.retry.pause(attempt, jitter(key, attempt)).min(left / 2);
+            let second = Retry::second_try(self.patience(Some(&failure)));
+            let end = if attempt == 0 { end.max(Instant::now() + pause + second) } else { end };
             self.tell(action, key, &failure, gained().elapsed() + pause, end);
             last = Some(failure);
             tokio::time::sleep(pause).await;
         }
         Err(late(last.unwrap_or_else(Failure::silent)))
+    }
+
+    /// Why a try failed that may be repeated; an error if it may not.
+    fn failure(
+        &self,
+        action: &'static str,
+        key: &str,
+        attempt: u32,
+        error: &object_store::Error,
+    ) -> Result<Failure> {
+        let failure = Failure::new(error);
+        let cause = failure.cause();
+        if !cause.is_before_contact() {
+            self.met.store(true, Ordering::Relaxed);
+        }
+        if matches!(error, object_store::Error::NotFound { .. }) && cause != Cause::NoSuchBucket {
+            return Err(Error::missing(key));
+        }
+        if self.is_permanent(error) || attempt + 1 >= self.retry.attempts {
+            return Err(Error::Storage { action, key: key.to_owned(), source: failure });
+        }
+        Ok(failure)
+    }
+
+    /// Whether trying again is pointless. Missing credentials are not final once the server has answered: the
+    /// service that gives them out may have an outage.
+    pub(crate) fn is_permanent(&self, error: &object_store::Error) -> bool {
+        let met = self.met.load(Ordering::Relaxed);
+        is_permanent(error) && !(met && Cause::of(error) == Cause::NoCredentials)
     }
 
     /// The same rules for the parts of a multipart upload.
@@ -186,7 +219,7 @@ impl Retrier {
         let mut warned = self.warned.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if warned.is_none_or(|at| now - at >= WARN_AFTER) {
             *warned = Some(now);
-            let left = round(end - now);
+            let left = round(end.saturating_duration_since(now));
             tracing::warn!("could not {action} {key}: {failure}; trying again for up to {left:?}");
         }
     }
@@ -199,20 +232,29 @@ struct Parts(Retry);
 #[async_trait::async_trait]
 impl RetryPolicy for Parts {
     async fn retry(&self, context: RetryContext) -> bool {
-        let passes = match context.failure {
-            RetryFailure::Status(status) => !Cause::of_status(status.as_u16(), "").is_permanent(),
-            RetryFailure::Transport(kind) => kind != HttpErrorKind::Decode,
-            _ => false,
-        };
         let tries = u32::try_from(context.attempt).unwrap_or(u32::MAX);
         let pause = self
             .0
             .pause(tries.saturating_sub(1), u64::from(tries).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        if !passes || tries >= self.0.attempts || context.elapsed + pause >= self.0.deadline {
+        if !may_pass(context.failure, tries)
+            || tries >= self.0.attempts
+            || context.elapsed + pause >= self.0.deadline
+        {
             return false;
         }
         tokio::time::sleep(pause).await;
         true
+    }
+}
+
+/// Whether another try may succeed in storing a part that failed.
+fn may_pass(failure: RetryFailure, tries: u32) -> bool {
+    match failure {
+        // The status does not tell whether the body was late or damaged in transit.
+        RetryFailure::Status(status) if status.as_u16() == 400 => tries <= 2,
+        RetryFailure::Status(status) => !Cause::of_status(status.as_u16(), "").is_permanent(),
+        RetryFailure::Transport(kind) => kind != HttpErrorKind::Decode,
+        _ => false,
     }
 }
 
@@ -230,7 +272,7 @@ fn jitter(key: &str, attempt: u32) -> u64 {
     mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Whether trying again is pointless.
+/// Whether trying again is pointless at the first contact.
 pub(crate) fn is_permanent(error: &object_store::Error) -> bool {
     matches!(error, object_store::Error::NotFound { .. }) || Answer::of(error).is_permanent()
 }
@@ -283,6 +325,69 @@ mod tests {
         assert!((20..=30).contains(&start.elapsed().as_secs()), "{:?}", start.elapsed());
         let retrier = Retrier::new(Retry::within(Duration::from_secs(100)));
         outage(&retrier, Duration::from_secs(80)).await.unwrap();
+    }
+
+    /// Makes a request whose first try gets no answer; the client reports that after `silence` seconds, if given.
+    async fn lost_answer(deadline: u64, bytes: u64, silence: Option<u64>) -> Result<u64> {
+        let retrier = Retrier::new(Retry::within(Duration::from_secs(deadline)));
+        let (start, tries) = (Instant::now(), AtomicU32::new(0));
+        let request = || async {
+            if tries.fetch_add(1, Ordering::Relaxed) > 0 {
+                return Ok(());
+            }
+            match silence {
+                Some(seconds) => tokio::time::sleep(Duration::from_secs(seconds)).await,
+                None => std::future::pending().await,
+            }
+            Err(failing(io::ErrorKind::TimedOut))
+        };
+        retrier.run("read", "k", bytes, request).await?;
+        assert_eq!(tries.into_inner(), 2);
+        Ok(start.elapsed().as_secs())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_lost_answer_is_no_failure() {
+        assert_eq!(lost_answer(20, 0, None).await.unwrap(), 15);
+        // The client notices it at the deadline, or after it: for what is large, or if the machine was suspended.
+        assert_eq!(lost_answer(30, 16 << 20, Some(30)).await.unwrap(), 30);
+        assert_eq!(lost_answer(30, 16 << 20, Some(200)).await.unwrap(), 200);
+    }
+
+    /// A place that drops packets: the client notices it after `silence`, each time.
+    #[tokio::test(start_paused = true)]
+    async fn a_silent_address_that_never_answered_is_given_up_sooner_too() {
+        for (silence, most) in [(20, 30), (30, 38)] {
+            let retrier = Retrier::new(Retry::default());
+            let start = Instant::now();
+            let request = || async {
+                tokio::time::sleep(Duration::from_secs(silence)).await;
+                Err::<(), _>(failing(io::ErrorKind::TimedOut))
+            };
+            let error = retrier.run("read", "k", 0, request).await.unwrap_err();
+            assert_eq!(error.cause(), Some(Cause::Timeout));
+            assert!(start.elapsed() <= Duration::from_secs(most), "{:?}", start.elapsed());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_attempt_is_one_try_with_all_the_time() {
+        let retry = Retry { attempts: 1, ..Retry::within(Duration::from_secs(20)) };
+        for silence in [19, 21] {
+            let (retrier, tries) = (Retrier::new(retry.clone()), AtomicU32::new(0));
+            let start = Instant::now();
+            let request = || async {
+                tries.fetch_add(1, Ordering::Relaxed);
+                tokio::time::sleep(Duration::from_secs(silence)).await;
+                Ok(())
+            };
+            let done = retrier.run("read", "k", 0, request).await;
+            assert_eq!(done.is_ok(), silence < 20, "{done:?}");
+            assert_eq!(
+                (tries.load(Ordering::Relaxed), start.elapsed().as_secs()),
+                (1, silence.min(20))
+            );
+        }
     }
 
     #[tokio::test(start_paused = true)]
@@ -350,5 +455,45 @@ mod tests {
             assert!(matches!(error, Error::Storage { .. }), "{error}");
             assert_eq!(tries.into_inner(), 1);
         }
+    }
+
+    /// What the client says if a machine's metadata service does not answer.
+    fn no_credentials() -> object_store::Error {
+        let said = "Error performing PUT http://169.254.169.254/latest/api/token";
+        let source = io::Error::new(io::ErrorKind::TimedOut, said);
+        let source = object_store::client::HttpError::new(HttpErrorKind::Timeout, source);
+        object_store::Error::Generic { store: "S3", source: Box::new(source) }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn credentials_that_were_there_before_are_waited_for() {
+        let retrier = Retrier::new(Retry::default());
+        let tries = AtomicU32::new(0);
+        let request = || async {
+            match tries.fetch_add(1, Ordering::Relaxed) {
+                0..10 => Err(no_credentials()),
+                _ => Ok(()),
+            }
+        };
+        // The first failure is no contact.
+        for tried in 1..=2 {
+            let error = retrier.run("write", "k", 0, request).await.unwrap_err();
+            assert_eq!(error.cause(), Some(Cause::NoCredentials));
+            assert_eq!(tries.load(Ordering::Relaxed), tried);
+        }
+        outage(&retrier, Duration::ZERO).await.unwrap();
+        retrier.run("write", "k", 0, request).await.unwrap();
+        assert!(!retrier.is_permanent(&no_credentials()));
+        assert!(retrier.is_permanent(&failing(io::ErrorKind::PermissionDenied)));
+    }
+
+    #[test]
+    fn a_part_is_repeated_after_what_may_have_been_its_way() {
+        let status = |code| RetryFailure::Status(http::StatusCode::from_u16(code).unwrap());
+        let passes = may_pass;
+        assert!(passes(status(400), 1) && passes(status(400), 2) && !passes(status(400), 3));
+        assert!(passes(status(503), 30) && !passes(status(403), 1));
+        assert!(passes(RetryFailure::Transport(HttpErrorKind::Timeout), 30));
+        assert!(!passes(RetryFailure::Transport(HttpErrorKind::Decode), 1));
     }
 }

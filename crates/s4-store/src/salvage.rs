@@ -1,4 +1,4 @@
-//! What can be proved of a damaged log.
+//! Recovers what can be proved of a damaged log.
 //!
 //! Each readable entry carries its own hash, and the next entry names it, too; a view carries the
 //! hash of the entry that it ends with. So a bad entry loses only its own content: earlier entries
@@ -56,8 +56,8 @@ impl Slots {
         }
     }
 
-    /// Whether the entry after this one names another one, and this one does not name the one before
-    /// it: it is of another log.
+    /// Whether the entry is from another log: the entry after it names a different one, and it does not name the
+    /// one before it.
     pub(crate) fn is_stray(&self, n: u64) -> bool {
         let good = |n: u64| match self.read.get(&n) {
             Some(Slot::Good(entry, hash)) => Some((entry, hash)),
@@ -82,7 +82,7 @@ impl Slots {
     }
 }
 
-/// What a listing shows of a checkpoint.
+/// The objects of a checkpoint, as a listing shows them.
 #[derive(Debug, Default)]
 pub(crate) struct Stored {
     /// The size of its manifest, if that is there.
@@ -94,12 +94,12 @@ pub(crate) struct Stored {
 /// The outcome of a salvage: the log as it is stored, and the state that it proves.
 pub(crate) struct Salvage {
     pub(crate) slots: Slots,
-    /// What the entries are applied to: a view, or nothing.
+    /// The state that the entries are applied to: that of a view, or the empty one.
     pub(crate) anchor: State,
     /// Entries after the damage that list a checkpoint whose manifest is not there: perhaps they are
     /// not of this log.
     pub(crate) void: BTreeSet<u64>,
-    /// What is stored below `ck/`, if the log is damaged.
+    /// The objects below `ck/`, if the log is damaged.
     pub(crate) stored: BTreeMap<CheckpointId, Stored>,
     pub(crate) state: State,
     pub(crate) damage: Vec<LogDamage>,
@@ -132,9 +132,10 @@ impl Inner {
             listed.iter().filter_map(|m| self.layout.parse_entry(&m.location)).collect();
         // A listing may be stale, and shows no link that leads nowhere.
         let next = taken.last().copied().unwrap_or(0).max(from).saturating_add(1);
-        let after = self.read_slot(next).await;
-        if !matches!(after, Ok(Seen::Empty)) {
-            taken.insert(next);
+        match self.read_slot(next).await {
+            Ok(Seen::Empty) => {}
+            Ok(Seen::Entry(..)) | Err(Error::Corrupt { .. }) => drop(taken.insert(next)),
+            Err(e) => return Err(e),
         }
         let wanted: Vec<u64> = taken.range(from..).copied().collect();
         let read = |n| async move {

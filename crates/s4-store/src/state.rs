@@ -163,6 +163,11 @@ impl State {
         self.head
     }
 
+    /// The number of the next entry, and the hash that it must name.
+    pub(crate) fn next(&self) -> (u64, Digest) {
+        (self.head + 1, self.head_hash)
+    }
+
     /// All listed checkpoints, from the oldest to the newest.
     #[must_use]
     pub fn list(&self) -> Vec<&Checkpoint> {

@@ -13,10 +13,10 @@ use crate::entry::{Entry, Op, Publish};
 use crate::error::{CommitUnknown, Conflict, Error, LogDamage, Result};
 use crate::failure::Failure;
 use crate::id::CheckpointId;
-use crate::io::{Io, is_permanent};
+use crate::io::Io;
 use crate::layout::{Layout, Part};
 use crate::lease::{Holder, Lease};
-use crate::local::{Folder, Trust};
+use crate::local::Folder;
 use crate::manifest::{MAX_MANIFEST, Manifest};
 use crate::options::{StoreOptions, Writers};
 use crate::place::{Connected, Place};
@@ -45,6 +45,8 @@ pub(crate) struct Inner {
     pub(crate) recent: Recent,
     /// Nothing is written, and a damaged log is no error.
     pub(crate) read_only: bool,
+    /// Set once the file system was found to be good enough for writers.
+    writable: OnceCell<()>,
     /// In a store for many writers: set once this process may write.
     writer: OnceCell<()>,
     /// Present in a store for one writer at a time.
@@ -69,7 +71,9 @@ impl Store {
     /// place.
     pub async fn create(place: &Place, options: StoreOptions) -> Result<Self> {
         let there = place.connect(true)?;
-        check_file_system(&there, &options)?;
+        if let Some(folder) = &there.folder {
+            folder.check_writable(options.allow_network_fs)?;
+        }
         let layout = Layout::new(there.prefix.clone());
         let io = make_io(&there, &options);
         match io.head(&layout.repo()).await {
@@ -98,7 +102,10 @@ impl Store {
             // The create may have reported failure because this very sync failed.
             folder.sync_names(&there.prefix)?;
         }
-        Self::assemble(place, there, options, repo, lease, false).await
+        let store = Self::assemble(place, there, options, repo, lease, false).await?;
+        // The file system was checked above.
+        let _ = store.inner.writable.set(());
+        Ok(store)
     }
 
     /// Opens a store.
@@ -135,7 +142,7 @@ impl Store {
         Self::assemble(place, there, options, repo, lease, read_only).await
     }
 
-    /// Opens a store, or creates it if there is none. Any number of processes may do so at once.
+    /// Opens a store, or creates it if there is none. Any number of processes may do so at the same time.
     ///
     /// # Errors
     /// As [`Store::open`] and [`Store::create`].
@@ -172,6 +179,7 @@ impl Store {
             known: Mutex::default(),
             recent: Recent::default(),
             read_only,
+            writable: OnceCell::new(),
             writer: OnceCell::new(),
             lease,
         };
@@ -193,24 +201,23 @@ impl Store {
         &self.inner.repo
     }
 
-    /// The newest state: what is listed, and what it depends on. Two requests, side by side, if nothing
-    /// changed.
+    /// The newest state: what is listed, and what it depends on. Two requests, in parallel, if nothing changed.
     ///
     /// # Errors
-    /// If the log cannot be read; [`Error::Gone`] if the store, or what this process has read of its log, is
-    /// not there any more.
+    /// If the log cannot be read; [`Error::Gone`] if the store, or part of the log that this process has read, no
+    /// longer exists.
     pub async fn state(&self) -> Result<Arc<State>> {
         let mut known = self.inner.known.lock().await;
         self.inner.refresh_checked(&mut known).await?;
         Ok(Arc::clone(&known.state))
     }
 
-    /// The state as it was read last: no request is made.
+    /// The state as last read; makes no request.
     pub async fn known(&self) -> Arc<State> {
         Arc::clone(&self.inner.known.lock().await.state)
     }
 
-    /// What is wrong with the log: nothing, unless the store was opened read-only.
+    /// Damage to the log; always empty unless the store was opened read-only.
     ///
     /// # Errors
     /// If the log cannot be read.
@@ -251,8 +258,7 @@ impl Store {
     /// As [`Store::read`], for a checkpoint of a state that is already known: the log is not read.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] or [`Error::Missing`] if it is damaged; [`Error::Gone`] if the store is not there any
-    /// more.
+    /// [`Error::Corrupt`] or [`Error::Missing`] if it is damaged; [`Error::Gone`] if the store no longer exists.
     pub async fn read_manifest(&self, checkpoint: &Checkpoint) -> Result<Reading> {
         let manifest = self.inner.manifest_of(&checkpoint.about).await?;
         Ok(Reading::new(Arc::clone(&self.inner), checkpoint.id(), manifest))
@@ -379,9 +385,16 @@ impl Store {
     /// [`Error::SaveLost`].
     pub async fn release(&self) -> Result<()> {
         if let Some(lease) = &self.inner.lease {
+            // A commit in progress needs the lease, and so does one whose write may still land: it could overwrite
+            // the next holder's.
+            let open = self.inner.known.lock().await.own.open.is_some();
+            // Without the lease, which may be another's by now, this process may not write.
+            if open && lease.is_held().await {
+                self.inner.append(|_| Ok(None)).await?;
+            }
             return lease.release().await;
         }
-        // If the lock is held, it is by a commit, which makes this check itself.
+        // If the lock is held, a commit holds it, and makes this check itself.
         let others = self.inner.known.try_lock().is_ok_and(|known| known.own.others_are_near());
         if others {
             self.inner.append(|_| Ok(None)).await?;
@@ -438,11 +451,13 @@ pub(crate) const MAX_IDS: usize = 500;
 
 impl Inner {
     /// Makes sure that this process may write: takes the lease of a store for one writer at a time,
-    /// or probes again if the store was moved to another server.
+    /// or probes again if the store was moved to another server. The file system may be another one
+    /// than where the store was created.
     pub(crate) async fn ensure_writer(&self) -> Result<()> {
         if self.read_only {
             return Err(Error::ReadOnly { place: self.name.clone() });
         }
+        self.check_writable().await?;
         let Some(lease) = &self.lease else {
             return self.writer.get_or_try_init(|| self.become_writer()).await.map(drop);
         };
@@ -455,6 +470,15 @@ impl Inner {
             let _ = lease.release().await;
         }
         same
+    }
+
+    /// Checks once that the file system below a folder is good enough for writers.
+    pub(crate) async fn check_writable(&self) -> Result<()> {
+        let check = || async {
+            let allow = self.options.allow_network_fs;
+            self.folder.as_ref().map_or(Ok(()), |folder| folder.check_writable(allow))
+        };
+        self.writable.get_or_try_init(check).await.map(drop)
     }
 
     async fn probe(&self) -> Result<ProbeReport> {
@@ -519,12 +543,12 @@ impl Inner {
 
     /// Checks that `repo.json` is there and still has the same id.
     pub(crate) async fn same_repo(&self) -> Result<Repo> {
-        let gone = |what: &str| Error::Gone { place: self.name.clone(), what: what.to_owned() };
         match read_repo(&self.io, &self.layout).await {
             Ok(repo) if repo.id != self.repo.id => {
-                Err(gone("it now holds another store (to use that one, open it anew)"))
+                let what = "it now holds another store (to use that one, open it anew)";
+                Err(self.changed(what, true))
             }
-            Err(e) if e.is_missing() => Err(gone("its `repo.json` is gone")),
+            Err(e) if e.is_missing() => Err(self.changed("its `repo.json` is gone", false)),
             other => other,
         }
     }
@@ -561,7 +585,7 @@ impl Inner {
         Ok(manifest)
     }
 
-    /// How many requests may be in flight at once.
+    /// Maximum number of requests in flight.
     pub(crate) fn concurrency(&self) -> usize {
         self.options.concurrency.max(1)
     }
@@ -573,7 +597,7 @@ impl Inner {
     }
 }
 
-/// Most bytes of objects that are written to a folder at once: more files at once are not faster.
+/// Maximum bytes of objects in flight to a folder: writing more files in parallel is not faster.
 const FOLDER_MEMORY: usize = 256 << 20;
 
 fn make_io(there: &Connected, options: &StoreOptions) -> Io {
@@ -588,28 +612,6 @@ fn make_io(there: &Connected, options: &StoreOptions) -> Io {
 async fn read_repo(io: &Io, layout: &Layout) -> Result<Repo> {
     let key = layout.repo();
     io.get_checked(&key, MAX_REPO, |bytes| Repo::parse(key.as_ref(), bytes)).await
-}
-
-fn check_file_system(there: &Connected, options: &StoreOptions) -> Result<()> {
-    let Some(folder) = &there.folder else { return Ok(()) };
-    let path = folder.root().display();
-    match folder.trust() {
-        Trust::Full => {}
-        Trust::Doubtful(kind) => tracing::warn!(
-            "{path} is on {kind}: others may see a machine's writes late, and a power cut may \
-             undo acknowledged ones"
-        ),
-        Trust::None(kind) if options.allow_network_fs => {
-            tracing::warn!("{path} is on {kind}, whose guarantees are too weak for a store");
-        }
-        Trust::None(kind) => {
-            return Err(Error::Refused(format!(
-                "{path} is on {kind}, whose guarantees are too weak for a checkpoint store; \
-                 set `allow_network_fs` to use it anyway"
-            )));
-        }
-    }
-    Ok(())
 }
 
 async fn choose_mode(
@@ -677,7 +679,7 @@ async fn create_repo(io: &Io, layout: &Layout, place: &str, repo: &Repo) -> Resu
         let pause = io.retry().pause(attempt, repo.id.as_u64_pair().1);
         let late = Instant::now() + pause >= end;
         match put {
-            Ok(Err(e)) if late || is_permanent(&e) => {
+            Ok(Err(e)) if late || io.is_permanent(&e) => {
                 return Err(Error::storage("create", key, e));
             }
             _ if late => {

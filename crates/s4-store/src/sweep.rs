@@ -74,7 +74,7 @@ pub struct Swept {
     pub why: Why,
 }
 
-/// What a sweep did, or would do.
+/// The report of a sweep, or of a dry run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SweepReport {
     /// Deleted.
@@ -105,7 +105,7 @@ impl SweepReport {
     }
 }
 
-/// Up to this many folders are listed one by one; beyond that, all of `ck/` is listed at once.
+/// Up to this many folders are listed one by one; beyond that, one listing covers all of `ck/`.
 const FOLDERS: usize = 64;
 
 /// The objects of one checkpoint or attempt that is not listed.
@@ -127,17 +127,16 @@ pub(crate) struct Doomed {
     pub(crate) retired: Option<u64>,
 }
 
-/// What the decisions rest on.
+/// The facts that decisions are based on.
 struct Facts {
     state: Arc<State>,
     now: DateTime<Utc>,
     /// When each log entry that ended something was created, by the store's clock.
     entry_times: BTreeMap<u64, DateTime<Utc>>,
-    /// What those entries say.
+    /// The content of those entries.
     ends: BTreeMap<u64, Result<Entry>>,
     found: BTreeMap<CheckpointId, Found>,
-    /// Those without objects: in a local folder, an interrupted sweep or a killed writer leaves an empty
-    /// folder.
+    /// Ids without objects: in a local folder, an interrupted sweep or a killed writer leaves an empty folder.
     empty: Vec<CheckpointId>,
     scratch: Vec<ObjectMeta>,
 }
@@ -162,7 +161,7 @@ impl Store {
         if !options.dry_run {
             inner.ensure_writer().await?;
         }
-        // Where the store is gone there is nothing to delete, which must not look like success.
+        // A store that no longer exists has nothing to delete, but that must not look like success.
         inner.check_known().await?;
         let mut report = SweepReport::default();
         let facts = inner.facts(options, &mut report).await?;

@@ -1,4 +1,4 @@
-//! A stored copy of the replayed state, so that opening a store does not mean reading its whole log.
+//! A stored copy of the replayed state, so that opening a store need not read its whole log.
 //!
 //! It may be old, absent or damaged. It counts only if the log still has the entry that it ends with.
 //! A view alone never deletes data: the log entry that ended the checkpoint is read first.
@@ -52,7 +52,7 @@ pub(crate) async fn read(inner: &Inner) -> Option<State> {
     }
 }
 
-/// Stores a view; a failure is only logged.
+/// Stores a view. Best effort: a failure is only logged, and there is a time limit in case the server never answers.
 pub(crate) async fn write(inner: &Inner, state: &Arc<State>) {
     let view = View {
         v: VERSION,
@@ -65,7 +65,11 @@ pub(crate) async fn write(inner: &Inner, state: &Arc<State>) {
     let key = inner.layout.view();
     let written = match seal::seal(key.as_ref(), &view) {
         Ok(bytes) => {
-            inner.io.put_once(&key, bytes.into()).await.map_err(|e| Failure::new(&e).to_string())
+            let put = inner.io.put_once(&key, bytes.into());
+            match tokio::time::timeout(inner.io.retry().deadline / 4, put).await {
+                Ok(put) => put.map_err(|e| Failure::new(&e).to_string()),
+                Err(_) => Err(Failure::silent().to_string()),
+            }
         }
         Err(e) => Err(e.to_string()),
     };

@@ -1,5 +1,4 @@
-//! Merges the indexes of several writers into one, so that processes that encode side by side store
-//! one checkpoint.
+//! Merges the indexes of several writers into one, so that processes that encode in parallel store one checkpoint.
 
 use bytes::Bytes;
 use s4_format::index::{Block, TensorKind};
@@ -13,7 +12,7 @@ use crate::options::ReadOptions;
 use crate::reader::{LoadedBlock, Reader};
 use crate::writer::Writer;
 
-/// What a writer took over from others.
+/// State taken over from other writers.
 #[derive(Debug, Default)]
 pub(crate) struct Adopted {
     /// The objects that hold the chunks.
@@ -36,7 +35,7 @@ impl Adopted {
     }
 }
 
-/// What to add to the numbers of one index in the index that adopts it.
+/// Offsets added to the numbers of one index when it is adopted.
 struct Shift {
     tensors: usize,
     packs: usize,
@@ -47,9 +46,8 @@ struct Shift {
 
 impl Writer {
     /// Takes over all tensors of a checkpoint in objects, which another writer encoded: `index` is its
-    /// [`Written::index`]. Its objects follow those taken over before, in the same order; their bytes are
-    /// not read. Everything besides tensors and roles is left out. A writer that takes over tensors writes
-    /// none of its own.
+    /// [`Written::index`]. Its objects follow those taken over before, in the same order; their bytes are not read.
+    /// Only tensors and roles are taken over. A writer that takes over tensors writes none of its own.
     ///
     /// # Errors
     /// `Format` if the index is damaged; `Argument` if a name is taken, if the index is that of a

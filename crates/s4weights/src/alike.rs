@@ -16,7 +16,7 @@ use crate::parallel::lock;
 /// with encoding.
 const MOST_VALUES: u64 = 1 << 20;
 
-/// What similar tensors have in common.
+/// Properties that similar tensors have in common.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Kind {
     /// Their name without its digits.
@@ -55,7 +55,7 @@ impl Alike {
     ) -> Round {
         let (chosen, mut begun, mut round) = (lock(&self.0), HashSet::new(), Round::default());
         left.retain(|&i| {
-            // A remembered choice needs nothing of another tensor, but for the step of this checkpoint.
+            // A remembered choice needs nothing from other tensors except this checkpoint's step.
             let asks = known[i].is_none_or(|choice| choice.is_step());
             let kind = if asks { kind(batch, i) } else { None };
             let of_first = kind.as_ref().and_then(|kind| chosen.get(kind));

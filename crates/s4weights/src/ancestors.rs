@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use s4_engine::{Expected, expected_of, moment_dtypes};
 use s4_format::index::TensorKind;
+use s4_format::limits::CHUNK_LOG2;
 use s4_format::side::Side;
 use s4_format::{DType, Digest, PredictorId};
 
@@ -185,42 +186,59 @@ impl Reader {
     /// Finds the ancestors that tensors with chunks of their own need, and reads the blocks of all
     /// tensors involved.
     pub(crate) fn prepare(&self, hosts: &[usize]) -> Result<()> {
+        self.prepare_within(hosts.iter().map(|&t| (t, *CHUNK_LOG2.end())).collect())
+    }
+
+    /// As [`Reader::prepare`], with a limit on each tensor's chunk size, in values, as a power of two.
+    ///
+    /// The tensors that a copy is read from, down to the base, must not have larger chunks than the copy. Every
+    /// larger chunk would be decoded again for each chunk of the copy, and so would the chunks that it needs, so
+    /// the work could double with each checkpoint.
+    fn prepare_within(&self, hosts: Vec<(usize, u8)>) -> Result<()> {
         let above = self.prepare_beside(hosts)?;
         match self.parent.get() {
-            Some(parent) if !above.is_empty() => parent.prepare(&above),
+            Some(parent) if !above.is_empty() => parent.prepare_within(above),
             _ => Ok(()),
         }
     }
 
-    /// As [`Reader::prepare`], but leaves out the parent's tensors and returns their numbers.
-    fn prepare_beside(&self, hosts: &[usize]) -> Result<Vec<usize>> {
-        let blocks = self.blocks(hosts)?;
+    /// As [`Reader::prepare_within`], but leaves out the parent's tensors and returns them.
+    fn prepare_beside(&self, mut hosts: Vec<(usize, u8)>) -> Result<Vec<(usize, u8)>> {
+        // The lowest limit of each tensor comes first.
+        hosts.sort_unstable();
+        hosts.dedup_by_key(|host| host.0);
+        let blocks = self.blocks(&hosts.iter().map(|host| host.0).collect::<Vec<_>>())?;
         let (mut above, mut beside, mut moments) = (vec![], vec![], vec![]);
-        for &t in hosts {
-            let plan = self.plan(t);
+        for (t, most) in hosts {
+            let (plan, chunk_log2) = (self.plan(t), self.spec(t, &blocks[&t]).chunk_log2);
+            if chunk_log2 > most {
+                let e = s4_format::Error::corrupt("larger chunks than those of its copy");
+                return Err(e.in_tensor(self.label(t))).at(&self.name);
+            }
             if plan.inputs.is_empty() || blocks[&t].records.iter().all(|r| r.plain) {
                 continue;
             }
             if let Some((parent, number)) = self.input(t)? {
-                above.push(parent.host(number));
+                above.push((parent.host(number), most));
             }
             let own =
                 self.own_inputs(t, &blocks[&t].side)?.into_iter().map(|number| self.host(number));
-            if plan.has_moments() { moments.extend(own) } else { beside.extend(own) }
+            match plan.has_moments() {
+                true => moments.extend(own),
+                false => beside.extend(own.map(|input| (input, chunk_log2))),
+            }
         }
         if !beside.is_empty() {
             // Paths of inputs within a checkpoint are short: that was checked when it was opened.
-            self.prepare(&beside)?;
+            self.prepare_within(beside)?;
         }
         self.prepare_moments(moments)?;
-        above.sort_unstable();
-        above.dedup();
         Ok(above)
     }
 
-    /// As [`Reader::prepare`], for moments that contexts are derived from. Neither they nor what
-    /// they are deltas of may need other tensors, so that what is read grows with the square of the
-    /// chain's length and no faster.
+    /// As [`Reader::prepare`], for moments that contexts are derived from. Neither they nor the tensors that they
+    /// are deltas of may need other tensors; this way the amount that is read grows at most with the square of the
+    /// chain's length.
     fn prepare_moments(&self, mut hosts: Vec<usize>) -> Result<()> {
         hosts.sort_unstable();
         hosts.dedup();
@@ -229,9 +247,12 @@ impl Reader {
             let e = s4_format::Error::corrupt("a moment that needs other tensors");
             return Err(e.in_tensor(self.label(t))).at(&self.name);
         }
-        let above = if hosts.is_empty() { vec![] } else { self.prepare_beside(&hosts)? };
+        let hosts: Vec<_> = hosts.into_iter().map(|t| (t, *CHUNK_LOG2.end())).collect();
+        let above = if hosts.is_empty() { vec![] } else { self.prepare_beside(hosts)? };
         match self.parent.get() {
-            Some(parent) if !above.is_empty() => parent.prepare_moments(above),
+            Some(parent) if !above.is_empty() => {
+                parent.prepare_moments(above.into_iter().map(|host| host.0).collect())
+            }
             _ => Ok(()),
         }
     }

@@ -16,7 +16,7 @@ use crate::parallel::pool;
 /// Bytes that are hashed and written together: enough for several threads. Pieces end at multiples
 /// of it, so that no two of them share a page of the file.
 const PIECE: usize = 16 << 20;
-/// The most pieces that are hashed and written at once.
+/// Maximum number of pieces that are hashed and written together.
 const MAX_TOGETHER: usize = 4;
 /// Most pieces with copied bytes in flight, besides the one that is being filled.
 const IN_FLIGHT: usize = 2;
@@ -30,7 +30,7 @@ pub(crate) struct HashedSink {
 }
 
 impl HashedSink {
-    /// For a sink that was given nothing yet.
+    /// For a sink that nothing was written to yet.
     pub(crate) fn new(sink: OpenSink) -> Self {
         Self { sink, hasher: TreeHasher::default() }
     }
@@ -52,8 +52,7 @@ impl HashedSink {
     }
 }
 
-/// Pieces that are not written yet: how many have a buffer, and how many bytes are held where they
-/// are.
+/// Pieces that are not written yet: how many have a buffer, and how many bytes are referenced in place.
 #[derive(Clone, Copy, Default)]
 struct InFlight {
     buffers: usize,
@@ -67,16 +66,16 @@ impl InFlight {
     }
 }
 
-/// A sink that runs on a thread of its own, which ends with it.
+/// A sink that runs on a background thread, which ends with it.
 pub(crate) struct Behind {
     piece: Content,
     buffers: LargeBuffers,
     /// Bytes until the piece is full.
     room: usize,
-    /// Most bytes that are held where they are until they are written.
+    /// Maximum bytes that are held in place until they are written.
     ahead: usize,
     in_flight: InFlight,
-    /// `None` once no more will come.
+    /// `None` once there are no more pieces.
     full: Option<Sender<Content>>,
     done: Receiver<InFlight>,
     thread: Option<JoinHandle<Result<HashedSink>>>,
@@ -86,8 +85,8 @@ impl Behind {
     /// Most bytes of buffers that one uses.
     pub(crate) const BUFFERS: usize = (IN_FLIGHT + 1) * PIECE;
 
-    /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already. `ahead`:
-    /// bytes that may be held where they are.
+    /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already. `ahead`: bytes
+    /// that may be referenced in place instead of copied.
     pub(crate) fn start(
         mut back: HashedSink,
         written: u64,
@@ -109,7 +108,7 @@ impl Behind {
                 let written: Vec<_> = together.iter().map(InFlight::of).collect();
                 // Frees their memory before reporting them as written.
                 drop(together);
-                // The receiver may be gone; what it sent is written all the same.
+                // The receiver may have been dropped; the pieces that were sent before are written anyway.
                 for piece in written {
                     let _ = tell.send(piece);
                 }

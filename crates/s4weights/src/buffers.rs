@@ -16,7 +16,7 @@ use crate::parallel::lock;
 /// Smaller buffers are left to the allocator, which reuses them itself.
 const LARGE: usize = 1 << 20;
 
-/// Fewer bytes are copied sooner than threads start.
+/// Below this many bytes, copying is faster than starting threads.
 const PARALLEL_COPY: usize = 1 << 20;
 
 /// Appends parts to a buffer, with the threads of a pool: a single one copies more slowly than a
@@ -177,7 +177,7 @@ enum Advice {
     NotNeeded,
 }
 
-/// Failure is ignored: the memory is as good without.
+/// Failure is ignored: the advice only affects speed and memory use.
 #[cfg(target_os = "linux")]
 fn advise(room: &mut [MaybeUninit<u8>], advice: Advice) {
     /// The size of a page, or a multiple of it.
@@ -224,7 +224,7 @@ pub(crate) fn expect_writes<'a>(buffers: impl Iterator<Item = &'a mut [u8]>) {
     }
 }
 
-/// Failure is ignored: the memory is as good without.
+/// Does nothing: the advice would only affect speed.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn expect_writes<'a>(_: impl Iterator<Item = &'a mut [u8]>) {}
 

@@ -1,4 +1,5 @@
-//! Closes tensors whose chunks are written: their blocks, and what the next checkpoint must know about them.
+//! Closes tensors whose chunks are written: builds their blocks, and records what the next checkpoint needs to know
+//! of them.
 
 use std::sync::Arc;
 
@@ -16,7 +17,7 @@ use crate::writer::{Writer, needs_others};
 /// Closing more tensors than this takes longer than starting a thread.
 pub(crate) const WORTH_A_THREAD: usize = 64;
 
-/// What closing needs besides tensors.
+/// The inputs of closing, besides the tensors.
 pub(crate) struct Closer {
     /// Names the output in errors.
     pub(crate) target: String,
@@ -73,7 +74,7 @@ impl Closer {
 }
 
 impl Writer {
-    /// What closing this checkpoint's tensors needs.
+    /// The [`Closer`] of this checkpoint's tensors.
     pub(crate) fn closer(&self) -> Closer {
         Closer { target: self.name.clone(), parent: self.options.parent.clone() }
     }

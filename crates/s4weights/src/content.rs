@@ -15,7 +15,7 @@ use crate::hash::TreeHasher;
 pub(crate) enum Part<'a> {
     /// Bytes that are copied.
     Copied(&'a [u8]),
-    /// Bytes that are held where they are.
+    /// Bytes that are held in place, without a copy.
     Held(Bytes),
 }
 
@@ -149,8 +149,8 @@ impl Content {
         }
     }
 
-    /// Replaces its memory by what `keep` returns for all of it, which may be held for longer;
-    /// `false` if anything was copied or `keep` refuses.
+    /// Replaces its memory with what `keep` returns for all of it, which may be held for longer. Returns `false` if
+    /// anything was copied or `keep` refuses.
     #[cfg(feature = "cuda")]
     pub(crate) fn hold(&mut self, keep: impl FnOnce(&[Bytes]) -> Option<Vec<Bytes>>) -> bool {
         let held = self.spans.iter().map(|span| match span {

@@ -8,7 +8,7 @@ use std::ops::Range;
 use s4_engine::{
     Input, InputSize, Inputs, TensorError, TensorPlan, TensorValues, Values, chunk_log2, copy_once,
 };
-use s4_format::dtype::Form;
+use s4_format::dtype::ElementForm;
 use s4_format::index::chunk_count;
 use s4_format::manifest::RoleKind;
 use s4_format::{ChunkRecord, DType, Error, LayoutId, Plan};
@@ -16,11 +16,15 @@ use s4_planes::Kernels;
 
 use crate::inputs::Failure;
 
-/// What is compared: this many runs, evenly spaced, of this many values each. And how many of these
+/// The values that are compared: this many runs, evenly spaced, of this many values each. And how many of these
 /// values may differ.
 const RUNS: u64 = 16;
 const RUN: u64 = 4;
 const MAY_DIFFER: usize = 4;
+/// Tensors that are equal so far are compared once more, at this many runs. And how many of these values may differ
+/// where none compresses well without its original.
+const MORE_RUNS: u64 = 256;
+const MORE_MAY_DIFFER: usize = (MORE_RUNS * RUN / 16) as usize;
 /// How many tensors with a run in common are looked at: many begin with the same zeros.
 const MOST_ALIKE: usize = 64;
 /// Bytes that are compared of a tensor with 2-byte values. A run of these has 8 bytes.
@@ -30,6 +34,37 @@ const LOOK_BYTES: usize = (2 * RUNS * RUN) as usize;
 fn compared(values: u64) -> impl Iterator<Item = Range<u64>> {
     let step = values.saturating_sub(RUN) / (RUNS - 1);
     (0..RUNS).map(move |i| step * i..(step * i + RUN).min(values))
+}
+
+/// The values that are compared once more. They are scattered: evenly spaced runs may all lie near a matrix's
+/// diagonal, where masks of several kinds agree.
+fn compared_again(values: u64) -> impl Iterator<Item = Range<u64>> {
+    // The golden ratio, as a part of 2^64.
+    let part = |i: u64| u128::from(i.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let places = u128::from(values.saturating_sub(RUN) + 1);
+    (1..=MORE_RUNS).map(move |i| {
+        let first = ((part(i) * places) >> 64) as u64;
+        first..(first + RUN).min(values)
+    })
+}
+
+/// Tensors to look at, and which bytes of each.
+pub(crate) type Looks = Vec<(usize, Vec<Range<u64>>)>;
+
+/// The bytes of tensors that lie in ranges of values.
+fn looks_at<R: Iterator<Item = Range<u64>>>(
+    tensors: &[TensorValues<'_>],
+    mut numbers: Vec<usize>,
+    ranges: impl Fn(u64) -> R,
+) -> Looks {
+    numbers.sort_unstable();
+    numbers.dedup();
+    let look = |i: usize| {
+        let width = tensors[i].dtype.value_width() as u64;
+        let values = ranges(tensors[i].values.bytes() / width);
+        (i, values.map(|r| r.start * width..r.end * width).collect())
+    };
+    numbers.into_iter().map(look).collect()
 }
 
 /// The tensors that may be copies or have copies, by index in the list.
@@ -64,23 +99,14 @@ impl Candidates {
     }
 
     /// The candidates, in ascending order, and the bytes of each that are compared.
-    pub(crate) fn looks(&self, tensors: &[TensorValues<'_>]) -> Vec<(usize, Vec<Range<u64>>)> {
-        let mut out = vec![];
+    pub(crate) fn looks(&self, tensors: &[TensorValues<'_>]) -> Looks {
         let lists = self.by_values.values().flatten().chain(self.alike.values());
-        let mut numbers: Vec<_> = lists.flatten().copied().collect();
-        numbers.sort_unstable();
-        numbers.dedup();
-        for i in numbers {
-            let width = tensors[i].dtype.value_width() as u64;
-            let values = compared(tensors[i].values.bytes() / width);
-            out.push((i, values.map(|r| r.start * width..r.end * width).collect()));
-        }
-        out
+        looks_at(tensors, lists.flatten().copied().collect(), compared)
     }
 
     /// For each tensor, the index of the one that it is a copy of, if the compared bytes say so
     /// (`looks`, by index; empty for tensors that are not candidates). The original is never a copy
-    /// itself. Among equal tensors it is the first. Among several that a tensor may be rounded
+    /// itself. Among equal tensors it is the first, as `equal` says ([`Equal::firsts`]). Among several that a tensor may be rounded
     /// from, the weights that the optimizer keeps for it come first, then one of the same shape,
     /// then the one whose name has the longest ending in common.
     pub(crate) fn copies(
@@ -88,8 +114,8 @@ impl Candidates {
         tensors: &[TensorValues<'_>],
         names: &[&str],
         looks: &[Vec<u8>],
+        equal: &[Option<usize>],
     ) -> Vec<Option<usize>> {
-        let equal = self.equal(tensors, looks);
         let mut out = vec![None; tensors.len()];
         let is_master = |w: usize| tensors[w].role.filter(|r| r.row.kind == RoleKind::Master);
         for [wide, narrow] in self.by_values.values() {
@@ -125,21 +151,59 @@ impl Candidates {
         (0..out.len()).map(original).collect()
     }
 
-    /// For each tensor whose compared bytes equal those of earlier ones, the first of these.
-    /// Tensors whose compared values are all the same are left out.
-    fn equal(&self, tensors: &[TensorValues<'_>], looks: &[Vec<u8>]) -> Vec<Option<usize>> {
-        let mut out = vec![None; tensors.len()];
-        for ((dtype, _), list) in &self.alike {
+    /// The tensors whose compared bytes equal those of others. Those whose compared values are all the same are left
+    /// out.
+    pub(crate) fn equal(&self, looks: &[Vec<u8>]) -> Equal {
+        let mut out = vec![];
+        for (&(dtype, _), list) in &self.alike {
             let mut list = list.clone();
             list.sort_unstable_by_key(|&i| (&looks[i][..], i));
             for run in list.chunk_by(|a, b| looks[*a] == looks[*b]) {
                 if run.len() > 1 && varies(&looks[run[0]], dtype.value_width()) {
-                    run[1..].iter().for_each(|&i| out[i] = Some(run[0]));
+                    out.push((dtype, run.to_vec()));
+                }
+            }
+        }
+        Equal(out)
+    }
+}
+
+/// Tensors of one dtype and as many values that are equal so far, in ascending order.
+pub(crate) struct Equal(Vec<(DType, Vec<usize>)>);
+
+impl Equal {
+    /// The bytes of each that are compared once more.
+    pub(crate) fn looks(&self, tensors: &[TensorValues<'_>]) -> Looks {
+        let numbers = self.0.iter().flat_map(|(_, list)| list).copied().collect();
+        looks_at(tensors, numbers, compared_again)
+    }
+
+    /// For each of `tensors` tensors, the first one that it equals, if `looks` agree. Many floats may differ, since the
+    /// copy is still smaller; masks and the like compress well by themselves, so only few of theirs may.
+    pub(crate) fn firsts(&self, tensors: usize, looks: &[Vec<u8>]) -> Vec<Option<usize>> {
+        let mut out = vec![None; tensors];
+        for (dtype, list) in &self.0 {
+            let most =
+                if dtype.form() == ElementForm::Float { MORE_MAY_DIFFER } else { MAY_DIFFER };
+            let mut firsts: Vec<usize> = vec![];
+            for &i in list {
+                let equal = |first: &&usize| {
+                    differing(&looks[**first], &looks[i], dtype.value_width(), most) <= most
+                };
+                match firsts.iter().take(MOST_ALIKE).find(equal) {
+                    Some(&first) => out[i] = Some(first),
+                    None => firsts.push(i),
                 }
             }
         }
         out
     }
+}
+
+/// How many values of `width` bytes differ, but no more than one above `most`.
+fn differing(a: &[u8], b: &[u8], width: usize, most: usize) -> usize {
+    let pairs = a.chunks_exact(width).zip(b.chunks_exact(width));
+    pairs.filter(|(a, b)| a != b).take(most + 1).count()
 }
 
 /// Whether values are not all the same.
@@ -188,17 +252,17 @@ impl<'a> Rounded<'a> {
         places.sort_unstable();
         places.dedup();
         let differ = |place: usize| {
-            let rounded = self.values[place * LOOK_BYTES..][..LOOK_BYTES].chunks_exact(2);
-            own.chunks_exact(2).zip(rounded).filter(|(a, b)| a != b).take(MAY_DIFFER + 1).count()
+            let rounded = &self.values[place * LOOK_BYTES..][..LOOK_BYTES];
+            differing(own, rounded, 2, MAY_DIFFER)
         };
         places.retain(|&place| differ(place) <= MAY_DIFFER);
         places.into_iter().map(|place| self.wide[place]).collect()
     }
 }
 
-/// The runs of narrow values by which originals are searched: the first ones whose values are not all the same, as many
-/// tensors have zeros in the same places. There is one more than values may differ. A value that differs replaces at most one
-/// of them, so a copy has at least one in common with its original.
+/// The runs of narrow values by which originals are searched: first those whose values are not all the same, since
+/// many tensors have zeros in the same places. There is one more run than values may differ. A differing value
+/// changes at most one run, so a copy has at least one run in common with its original.
 fn searched(look: &[u8]) -> impl Iterator<Item = Run> {
     let runs = (0u8..).zip(look.as_chunks().0).map(|(i, run)| (u64::from_le_bytes(*run), i));
     let is_uniform = |(run, _): &Run| *run == (*run & 0xffff) * 0x1_0001_0001_0001;
@@ -214,7 +278,7 @@ fn common_end(a: &str, b: &str) -> usize {
 /// The plan of a copy of tensor `tensor`, which has dtype `of`.
 pub(crate) fn plan(dtype: DType, of: DType, tensor: u32) -> TensorPlan {
     let (layout, planes) = match dtype.value_width() {
-        width if dtype.form() == Form::Float => (LayoutId::FIELDS, width),
+        width if dtype.form() == ElementForm::Float => (LayoutId::FIELDS, width),
         1 => (LayoutId::WHOLE, 1),
         width => (LayoutId::BYTES, width),
     };
@@ -224,7 +288,7 @@ pub(crate) fn plan(dtype: DType, of: DType, tensor: u32) -> TensorPlan {
     TensorPlan::new(plan, planes, chunk_log2(dtype))
 }
 
-/// What a copy is made from: the values, and the records of their chunks as stored.
+/// The original of a copy: the values, and the records of their chunks as stored.
 pub(crate) struct Original<'a> {
     pub(crate) values: Values<'a>,
     pub(crate) dtype: DType,
@@ -355,10 +419,37 @@ mod tests {
             .collect();
         let candidates = Candidates::of(&tensors);
         assert_eq!(candidates.looks(&tensors).len(), tensors.len());
-        let found = candidates.copies(&tensors, &vec![""; tensors.len()], &data);
+        let none = vec![None; tensors.len()];
+        let found = candidates.copies(&tensors, &vec![""; tensors.len()], &data, &none);
         assert!(found[..40].iter().all(Option::is_none));
         for ((number, changed, is_copy), found) in cases.iter().zip(&found[40..]) {
             assert_eq!(*found, is_copy.then_some(*number), "{changed:?}");
+        }
+    }
+
+    #[test]
+    fn tensors_that_differ_elsewhere_are_not_equal() {
+        for (dtype, most) in [(DType::Float32, MORE_MAY_DIFFER), (DType::Bool, MAY_DIFFER)] {
+            let width = dtype.value_width();
+            let look = |differ: usize| {
+                let value = |i| if i < differ { vec![1; width] } else { vec![0; width] };
+                (0..(MORE_RUNS * RUN) as usize).flat_map(value).collect::<Vec<u8>>()
+            };
+            // The last one equals the third, which does not equal the first.
+            let looks = [0, most, most + 1, 0, 2 * most + 1].map(look);
+            let found = Equal(vec![(dtype, (0..5).collect())]).firsts(5, &looks);
+            assert_eq!(found, [None, Some(0), None, Some(0), Some(2)], "{dtype}");
+        }
+    }
+
+    #[test]
+    fn what_is_compared_again_is_scattered_over_the_tensor() {
+        for values in [RUNS * RUN, 4096, 1 << 24] {
+            let mut places: Vec<_> = compared_again(values).collect();
+            assert!(places.iter().all(|r| r.end - r.start == RUN && r.end <= values));
+            places.sort_unstable_by_key(|r| r.start);
+            let gap = |pair: &[Range<u64>]| pair[1].start - pair[0].start;
+            assert!(places.windows(2).map(gap).max() <= Some(values / 64), "{values}");
         }
     }
 
@@ -380,7 +471,8 @@ mod tests {
             let tensors: Vec<_> = data.iter().copied().enumerate().map(values).collect();
             let looks: Vec<_> = data.iter().map(|d| d.to_vec()).collect();
             let candidates = Candidates::of(&tensors);
-            let out = candidates.copies(&tensors, &vec![""; 2 * count], &looks);
+            let none = vec![None; 2 * count];
+            let out = candidates.copies(&tensors, &vec![""; 2 * count], &looks, &none);
             let right = (0..count).filter(|i| out[count + i] == Some(*i)).count();
             assert_eq!(right, found, "{zeros}");
             let rounded = Rounded::of(&candidates.by_values[&shape[0]][0], DType::BFloat16, &looks);

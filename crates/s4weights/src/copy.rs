@@ -30,10 +30,10 @@ impl Default for CopyOptions<'_> {
     }
 }
 
-/// What [`copy`] did.
+/// The result of [`copy`].
 #[derive(Debug)]
 pub struct Copied {
-    /// What was written.
+    /// The report of the writer.
     pub written: Written,
     /// The hash of each tensor's values, by number, if requested.
     pub digests: Option<Vec<Digest>>,
@@ -71,7 +71,7 @@ pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<
     Ok(Copied { written, digests })
 }
 
-/// Everything in a checkpoint besides tensors and their roles.
+/// Everything in a checkpoint except tensors and their roles.
 fn contents(from: &Reader) -> Result<Contents> {
     let manifest = from.manifest();
     let blobs = manifest.blobs.keys().map(|name| Ok((name.clone(), from.blob(name)?)));
@@ -92,7 +92,7 @@ pub enum Difference {
     Tree,
     /// The metadata.
     Metadata,
-    /// What tensors are to the optimizer.
+    /// The tensors' roles in the optimizer.
     Roles,
     /// Names of the blobs.
     Blobs,

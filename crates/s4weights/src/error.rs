@@ -1,4 +1,4 @@
-//! What can go wrong, by what the caller can do about it.
+//! Errors, grouped by what the caller can do about them.
 
 use std::io;
 use std::time::Duration;
@@ -237,7 +237,7 @@ impl Error {
     }
 }
 
-/// What a store said, with the store's name in front unless it is part of it.
+/// A store's message, with the store's name in front unless it contains the name.
 fn about(target: &str, said: &s4_store::Error) -> String {
     match said.place() {
         Some(place) if place == target => said.to_string(),
@@ -245,7 +245,7 @@ fn about(target: &str, said: &s4_store::Error) -> String {
     }
 }
 
-/// A request that was repeated in vain.
+/// A request that failed despite retries.
 #[derive(Debug, thiserror::Error)]
 #[error("no success within {limit:?}: {last}")]
 struct Late {

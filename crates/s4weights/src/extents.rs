@@ -65,7 +65,7 @@ impl Extents {
         before.is_none_or(|(&(other, _), &last)| other != object || last <= first)
     }
 
-    /// Adds a run, joined with those right beside it; `None` if it overlaps another.
+    /// Adds a run, joined with adjacent ones; `None` if it overlaps another.
     fn insert(&mut self, (object, mut first, mut end): (u32, u64, u64)) -> Option<()> {
         if !self.is_free((object, first, end)) {
             return None;
@@ -85,7 +85,7 @@ impl Extents {
     }
 }
 
-/// Where a chunk starts that directly follows.
+/// The start of a chunk that directly follows.
 fn padded(end: u64) -> u64 {
     end.checked_next_multiple_of(ALIGN as u64).unwrap_or(u64::MAX)
 }

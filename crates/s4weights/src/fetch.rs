@@ -17,8 +17,8 @@ use crate::parallel::{CONNECTIONS, lock, pool, worth};
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
 
-/// Most bytes of a request where requests are cheap: what it reads is then still in a core's cache
-/// when it is decoded.
+/// Maximum bytes of a request where requests are cheap, so that its data is still in a core's cache when it is
+/// decoded.
 const LOCAL_REQUEST: u64 = 512 << 10;
 
 /// Fewest bytes of such a request: small enough that all threads have work.
@@ -88,9 +88,9 @@ impl<'a> Want<'a> {
 }
 
 impl Job<'_> {
-    /// What its values cost beyond its stored bytes, as the stored bytes that take as long to decode: all
-    /// values are written, and those that it is predicted from are read or decoded first. A chunk of
-    /// zeros, or a copy of another one, is hardly more than its record, but not for nothing.
+    /// The cost of its values beyond its stored bytes, as the number of stored bytes that take equally long to
+    /// decode: all values are written, and those that it is predicted from are read or decoded first. A chunk of
+    /// zeros, or a copy of another one, is stored as little more than its record, but still costs this.
     fn value_work(&self) -> u64 {
         // Given values count too: this way the threads share the work.
         let own_inputs: u64 = self.own_inputs.iter().map(|b| b.bytes as u64).sum();
@@ -177,7 +177,7 @@ impl Reader {
             };
             let (late, mut now): (Vec<_>, Vec<_>) = rest.into_iter().partition(is_late);
             if now.is_empty() && !late.is_empty() {
-                // Inputs form no cycle, so that some come first.
+                // Inputs form no cycle, so some tensor is always ready.
                 let e = s4_format::Error::corrupt("tensors are predicted from each other");
                 return Err(e.in_tensor(self.label(late[0].tensor))).at(&self.name);
             }
@@ -279,7 +279,7 @@ impl Reader {
         Ok(Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, own_inputs })
     }
 
-    /// What a chunk of `bytes` bytes needs of other tensors of this checkpoint, not read yet.
+    /// The values of other tensors of this checkpoint that a chunk of `bytes` bytes needs, not read yet.
     fn own_input_values(
         &self,
         tensor: usize,
@@ -573,7 +573,7 @@ impl Reader {
 }
 
 fn send(sender: &Sender<Result<u64>>, message: Result<u64>) {
-    // The receiver lives as long as the scope, so it cannot be gone.
+    // The receiver lives as long as the scope, so it cannot have been dropped.
     let _ = sender.send(message);
 }
 

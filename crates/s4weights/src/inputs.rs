@@ -19,7 +19,8 @@ use crate::parent::{Parent, ParentRange};
 use crate::reader::Reader;
 use crate::recall::Recall;
 
-/// How many tensors' samples are requested at once where answers are slow; fewer tensors are looked up by one thread.
+/// How many tensors' samples are requested together where answers are slow. Up to this many tensors are looked up
+/// by one thread.
 const TOGETHER: usize = 64;
 
 /// Why a call of an engine failed.
@@ -29,7 +30,7 @@ pub(crate) enum Failure {
     /// A device or its driver failed.
     #[cfg(feature = "cuda")]
     Device(s4_engine::cuda::GpuError),
-    /// An error of what the engine called.
+    /// An error of code that the engine called.
     Own(Error),
 }
 
@@ -90,7 +91,7 @@ impl Failure {
     }
 }
 
-/// What some tensors may be predicted from: the parent's values and the tensors' moments.
+/// The inputs that some tensors may be predicted from: the parent's values and the tensors' moments.
 pub(crate) struct ParentInputs<'a> {
     parent: Option<&'a dyn Parent>,
     pool: Option<&'a ThreadPool>,
@@ -118,8 +119,8 @@ pub(crate) enum Place<'a> {
 }
 
 impl<'a> Place<'a> {
-    /// Reads what is known of a parent's tensors whose frames are quick to get: all together, since
-    /// what is adjacent is read at once.
+    /// Reads what is known of a parent's tensors whose frames are quick to get: all in one call, since one request
+    /// can read adjacent data.
     pub(crate) fn prepare(parent: &dyn Parent, tensors: impl Iterator<Item = u32>) -> Result<()> {
         let mut readers: Vec<(&Reader, Vec<usize>)> = vec![];
         for tensor in tensors {

@@ -17,15 +17,15 @@ use s4_format::manifest::RoleKind;
 
 use crate::batch::Batch;
 use crate::close::{Closed, WORTH_A_THREAD};
-use crate::copies::{self, Candidates, Original};
+use crate::copies::{self, Candidates, Looks, Original};
 use crate::error::Result;
 use crate::options::{Meter, thread_count};
-use crate::parallel::{join, pool, spawn, worth};
-use crate::pipeline::{Coded, Pools};
+use crate::parallel::{Pools, join, pool, spawn, worth};
+use crate::pipeline::Coded;
 use crate::write::{Awaited, Registered};
 use crate::writer::Writer;
 
-/// About how many tensors in host memory are sampled in the time that a thread takes to start.
+/// Roughly how many tensors in host memory can be sampled in the time that starting a thread takes.
 const LOOKED_AT: usize = 256;
 /// Bytes of a tensor that are fetched from a device at a time.
 #[cfg(feature = "cuda")]
@@ -271,9 +271,27 @@ impl Writer {
             return Ok(vec![None; tensors.len()]);
         }
         let candidates = Candidates::of(tensors);
-        let wanted = candidates.looks(tensors);
+        let looks = self.looks(registered, tensors, &candidates.looks(tensors))?;
+        let equal = candidates.equal(&looks);
+        let more = self.looks(registered, tensors, &equal.looks(tensors))?;
+        let equal = equal.firsts(tensors.len(), &more);
+        let names: Vec<_> = registered.iter().map(|t| t.source.name).collect();
+        let mut originals = candidates.copies(tensors, &names, &looks, &equal);
+        for found in originals.iter_mut().filter(|o| o.is_some()) {
+            *found = found.take().filter(|_| self.may_have_input());
+        }
+        Ok(originals)
+    }
+
+    /// The wanted bytes of each tensor, by index; empty if none are wanted.
+    fn looks(
+        &self,
+        registered: &[Registered<'_>],
+        tensors: &[TensorValues<'_>],
+        wanted: &Looks,
+    ) -> Result<Vec<Vec<u8>>> {
         let mut looks = vec![vec![]; tensors.len()];
-        self.fetch_looks(registered, tensors, &wanted, &mut looks)?;
+        self.fetch_looks(registered, tensors, wanted, &mut looks)?;
         let threads = worth(thread_count(self.options.threads), (wanted.len() / LOOKED_AT) as u64);
         // The sampled bytes of a tensor are scattered in memory.
         let look = |(i, bytes): &(usize, Vec<Range<u64>>)| match tensors[*i].values {
@@ -289,12 +307,7 @@ impl Writer {
             None => wanted.iter().filter_map(look).collect(),
         };
         of_host.into_iter().for_each(|(i, look)| looks[i] = look);
-        let names: Vec<_> = registered.iter().map(|t| t.source.name).collect();
-        let mut originals = candidates.copies(tensors, &names, &looks);
-        for found in originals.iter_mut().filter(|o| o.is_some()) {
-            *found = found.take().filter(|_| self.may_have_input());
-        }
-        Ok(originals)
+        Ok(looks)
     }
 
     /// For each tensor, the indices of its first moment, and of its second if it has one, if it may be stored as a delta

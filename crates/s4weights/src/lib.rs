@@ -88,17 +88,21 @@ pub use io::{ReadAt, Sink, Source, StorageOptions, Target, check_storage_options
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
 pub use objects::{DataObject, ObjectOptions, ObjectSink, ObjectSource};
 pub use options::{
-    DEFAULT_MAX_CHAIN, ParentResolver, Progress, ProgressFn, ReadOptions, StagedFn, WriteOptions,
+    CodingFn, DEFAULT_MAX_CHAIN, OwnCodecs, Progress, ProgressFn, ReadOptions, StagedFn,
+    WriteOptions,
 };
-pub use parent::{MemoryParent, Parent, ParentRange, ParentTensor, Snapshot};
+pub use parent::{MemoryParent, Parent, ParentRange, ParentResolver, ParentTensor, Snapshot};
 pub use reader::{Reader, TensorInfo};
 pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};
 #[cfg(feature = "cuda")]
 pub use s4_engine::cuda;
-pub use s4_engine::{CpuEngine, DeviceMemory, Preset, TensorView, Values};
+pub use s4_engine::{
+    CpuEngine, DeviceMemory, PlaneCoding, Preset, TensorPlan, TensorValues, TensorView, Values,
+    codec,
+};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
 pub use s4_store::{Cause, check_url, is_url, redact_url};
-pub use slice::{Slice, View};
+pub use slice::{ArrayView, Slice};
 pub use write::TensorSource;
 pub use writer::{Contents, Writer, Written};

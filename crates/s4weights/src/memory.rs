@@ -181,7 +181,7 @@ impl Compressed {
     }
 }
 
-/// The record of a chunk that lies in memory of its own.
+/// The record of a chunk that has its own memory.
 fn record(e: &EncodedChunk) -> ChunkRecord {
     ChunkRecord {
         offset: 0,

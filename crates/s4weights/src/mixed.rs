@@ -26,8 +26,7 @@ const RUN: u8 = *CHUNK_LOG2.start();
 type Runs = u8;
 const ALL: Runs = ((1u16 << (1 << (BLOCK - RUN))) - 1) as Runs;
 
-/// What the wants need of a block: its runs, and pieces with where each starts in the block and where it
-/// goes.
+/// The wanted parts of a block: its runs, and pieces, each with its start in the block and its destination.
 #[derive(Default)]
 struct BlockWants<'a> {
     runs: Runs,

@@ -24,7 +24,7 @@ pub trait ObjectSink: Send {
     /// Takes an object. Numbers start at 0 and come in any order, each once.
     ///
     /// # Errors
-    /// What keeps the checkpoint from being written.
+    /// If the checkpoint cannot be written.
     fn put(&mut self, object: DataObject) -> Result<()>;
 }
 
@@ -51,7 +51,7 @@ pub trait ObjectSource: Send + Sync {
     /// the reader refuses.
     ///
     /// # Errors
-    /// What keeps the bytes from being read.
+    /// If the bytes cannot be read.
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes>;
 
     /// Fills `buf` from an offset of object `number`; returns whether there were as many bytes.

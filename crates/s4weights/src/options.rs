@@ -4,14 +4,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use s4_engine::Preset;
-use s4_format::Digest;
+use s4_engine::codec::Codecs;
+use s4_engine::{Preset, TensorPlan, TensorValues};
 use s4_planes::Simd;
 
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::parent::Parent;
-use crate::reader::Reader;
+use crate::parent::{Parent, ParentResolver};
 
 /// Progress of an operation, in bytes of tensor values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,10 +27,26 @@ pub type ProgressFn = Arc<dyn Fn(Progress) -> bool + Send + Sync>;
 /// Called on the calling thread when values on devices are no longer needed.
 pub type StagedFn = Arc<dyn Fn() + Send + Sync>;
 
-/// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. Each reader calls
-/// it once, when a value that is stored as a delta is first read (more often only if several threads do so
-/// at the same time).
-pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
+/// Called with a tensor's role and plan before its values are encoded. It may have planes coded otherwise
+/// ([`TensorPlan::code`]). A coding that does not make a plane smaller costs time only: such planes are stored raw.
+pub type CodingFn = Arc<dyn Fn(&TensorValues<'_>, &mut TensorPlan) + Send + Sync>;
+
+/// An embedder's own codecs, and the planes that they code.
+#[derive(Clone, Default)]
+pub struct OwnCodecs {
+    /// Codecs besides the project's. Their ids should be 240 or above, which the format never assigns. Only readers that
+    /// are given the same codecs can decode what is coded with them.
+    pub codecs: Codecs,
+    /// Chooses the codings; `None`: the planner alone does, which knows the project's codecs only.
+    pub choose: Option<CodingFn>,
+}
+
+impl fmt::Debug for OwnCodecs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (codecs, chooses) = (&self.codecs, self.choose.is_some());
+        f.debug_struct("OwnCodecs").field("codecs", codecs).field("choose", &chooses).finish()
+    }
+}
 
 /// Longest chain that a writer adds to, in checkpoints, by default.
 pub const DEFAULT_MAX_CHAIN: u32 = 16;
@@ -51,11 +66,14 @@ pub struct WriteOptions {
     pub parent: Option<Arc<dyn Parent>>,
     /// Most checkpoints of a chain; `None`: [`DEFAULT_MAX_CHAIN`]. Readers allow 64.
     pub max_chain: Option<u32>,
-    /// Time limit of a request to an object store, retries included; `None`: 5 minutes, or half a minute as
-    /// long as the server was never reached.
+    /// Time limit of a request to an object store, retries included; `None`: 5 minutes, or half a minute until the
+    /// server was first reached.
     pub deadline: Option<Duration>,
     /// Called with the progress.
     pub progress: Option<ProgressFn>,
+    /// Codecs besides the project's. For tensors in device memory, the engine needs them as well
+    /// (`CudaEngine::with_codecs`).
+    pub own: OwnCodecs,
     /// The encoder of tensors in device memory.
     #[cfg(feature = "cuda")]
     pub engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
@@ -83,6 +101,8 @@ pub struct ReadOptions {
     /// Whether the file is known to come from a program that is trusted. Only then are a vendor's
     /// closed codecs decoded, on a GPU: the vendor's decoders are not safe on other bytes.
     pub trusted: bool,
+    /// Codecs besides the project's, as [`OwnCodecs::codecs`].
+    pub codecs: Codecs,
 }
 
 impl WriteOptions {

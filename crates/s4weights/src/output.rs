@@ -1,4 +1,4 @@
-//! Where a writer's bytes go: chunks, then the index, behind the chunks or apart from them.
+//! The output of a writer: chunks, then the index, either after the chunks or separate from them.
 
 use std::collections::VecDeque;
 #[cfg(feature = "cuda")]
@@ -43,7 +43,7 @@ enum To {
     Objects(Objects),
 }
 
-/// Which thread hashes and writes a file.
+/// The thread that hashes and writes a file.
 enum End {
     Caller(HashedSink),
     Background(Behind),
@@ -381,7 +381,7 @@ impl Objects {
             return self.hand_on(open, blake3);
         };
         let (sender, receiver) = sync_channel(1);
-        // The receiver may be gone: the writer may have failed meanwhile.
+        // The receiver may have been dropped: the writer may have failed meanwhile.
         pool.spawn(move || drop(sender.send(open.hashed(&buffers, true))));
         self.hashing.push_back(receiver);
         self.hand_on_hashed(self.memory.ahead)

@@ -1,7 +1,7 @@
 //! Small tensors that are alike share a chunk.
 
 use s4_format::DType;
-use s4_format::dtype::Form;
+use s4_format::dtype::ElementForm;
 
 /// Tensors with fewer values are packed.
 pub(crate) const SMALL: u64 = 4096;
@@ -20,7 +20,7 @@ impl Class {
     /// The class of a tensor: moments and weights of an optimizer differ in sign and size.
     pub(crate) fn of(dtype: DType, data: &[u8], group: u8) -> Self {
         let width = dtype.value_width();
-        if dtype.form() != Form::Float {
+        if dtype.form() != ElementForm::Float {
             return Self { dtype, group, negative: false, magnitude: 0 };
         }
         // The sign and the eight bits below it are at the top of every float.

@@ -47,6 +47,19 @@ pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {
     Ok(Some(pool))
 }
 
+/// Threads that plan, encode and close tensors.
+pub(crate) struct Pools {
+    pub(crate) host: Option<ThreadPool>,
+    pub(crate) devices: Option<ThreadPool>,
+}
+
+impl Pools {
+    /// Those for tensors on devices, or on the host; `None`: the caller's thread does all of it.
+    pub(crate) fn of(&self, on_device: bool) -> Option<&ThreadPool> {
+        if on_device { self.devices.as_ref() } else { self.host.as_ref() }
+    }
+}
+
 /// Starts a thread. An interrupt of the caller stops it, too.
 pub(crate) fn spawn<'scope, T: Send + 'scope>(
     scope: &'scope Scope<'scope, '_>,
@@ -59,7 +72,7 @@ pub(crate) fn spawn<'scope, T: Send + 'scope>(
     })
 }
 
-/// What a thread returns. If it panicked, so does this.
+/// Waits for a thread and returns its result. Panics if the thread did.
 pub(crate) fn join<T>(thread: ScopedJoinHandle<'_, T>) -> T {
     thread.join().unwrap_or_else(|panic| resume_unwind(panic))
 }

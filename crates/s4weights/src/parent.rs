@@ -13,6 +13,11 @@ use crate::error::{Error, ParentProblem, Result};
 use crate::memory::{Compressed, TensorCodec};
 use crate::reader::Reader;
 
+/// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. Each reader calls
+/// it once, when a value that is stored as a delta is first read (more often only if several threads do so
+/// at the same time).
+pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
+
 /// A tensor of a parent checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParentTensor<'a> {
@@ -51,11 +56,11 @@ pub trait Parent: Send + Sync {
     /// Fills ranges of tensors that [`Parent::find`] gave. Called from many threads at once.
     ///
     /// # Errors
-    /// What keeps values from being read; [`Error::Parent`] if they are not the checkpoint's.
+    /// If values cannot be read; [`Error::Parent`] if they are not the checkpoint's.
     fn read(&self, ranges: &mut [ParentRange<'_>]) -> Result<()>;
 
-    /// As [`Parent::read`] of `len` bytes from byte `first` on, without a copy: `None` if the values do
-    /// not lie in memory as they are.
+    /// Borrows `len` bytes of a tensor, from byte `first` on. `None` if the values cannot be used in place, and
+    /// must be copied by [`Parent::read`].
     ///
     /// # Errors
     /// As [`Parent::read`].

@@ -6,13 +6,13 @@ use crate::error::Result;
 use crate::fetch::Want;
 use crate::options::Meter;
 use crate::reader::Reader;
-use crate::slice::{Slice, View};
+use crate::slice::{ArrayView, Slice};
 
 /// Runs of at least this many bytes are decoded to where they go, at most [`RUNS`] at a time.
 const LONG: u64 = 4096;
 const RUNS: usize = 1 << 16;
-/// Shorter ones are copied from all that lies between those that are close together: at most this many bytes at a time, or
-/// one chunk if that is larger.
+/// Shorter runs that are close together are copied from one range that covers them: at most this many bytes at a
+/// time, or one chunk if that is larger.
 const COVERED: u64 = 64 << 20;
 
 impl Reader {
@@ -21,12 +21,12 @@ impl Reader {
     pub(crate) fn fetch_slice(
         &self,
         number: usize,
-        view: View<'_>,
+        view: ArrayView<'_>,
         slice: &Slice,
         to: &mut [u8],
         meter: &mut Meter,
     ) -> Result<()> {
-        let View { offset, item, shape } = view;
+        let ArrayView { offset, item, shape } = view;
         let bytes = |run: Range<u64>| offset + run.start * item..offset + run.end * item;
         let mut runs = slice.runs(shape).map(bytes).peekable();
         let chunk = self.chunk_bytes(self.host(number))?;
@@ -78,8 +78,8 @@ impl Reader {
     }
 }
 
-/// What to read for the next runs: bytes that have some of them, and how many. No chunk is read that has none: the next run
-/// belongs to a span if it is in the chunk where that ends, or in the one behind.
+/// The ranges to read for the next runs, each with the number of runs in it. A run joins a span only if fewer bytes
+/// than a chunk lie between them, so no chunk without a run is read.
 fn spans(runs: impl Iterator<Item = Range<u64>>, chunk: u64) -> Vec<(Range<u64>, usize)> {
     let (mut runs, mut spans, mut total) = (runs.peekable(), vec![], 0);
     while (spans.is_empty() || total + chunk <= COVERED)

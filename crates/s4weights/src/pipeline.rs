@@ -16,7 +16,7 @@ use crate::copies::{Original, Originals};
 use crate::error::{At, Error, Result};
 use crate::inputs::{Failure, ParentInputs};
 use crate::options::{Meter, thread_count};
-use crate::parallel::{pool, worth};
+use crate::parallel::{Pools, pool, worth};
 use crate::parent::Parent;
 use crate::planning::Planned;
 use crate::writer::Writer;
@@ -39,19 +39,6 @@ const THREAD_BYTES: u64 = 1 << 20;
 /// mostly wait for it.
 const WAITING: usize = 64;
 
-/// Threads that plan, encode and close tensors.
-pub(crate) struct Pools {
-    host: Option<ThreadPool>,
-    devices: Option<ThreadPool>,
-}
-
-impl Pools {
-    /// Those for tensors on devices, or on the host; `None`: the caller's thread does all of it.
-    pub(crate) fn of(&self, on_device: bool) -> Option<&ThreadPool> {
-        if on_device { self.devices.as_ref() } else { self.host.as_ref() }
-    }
-}
-
 /// A tensor whose chunks are written.
 pub(crate) struct Coded {
     pub(crate) plan: TensorPlan,
@@ -61,6 +48,12 @@ pub(crate) struct Coded {
 }
 
 impl Coded {
+    /// `shared`: whether any chunk uses the plan's shared tables.
+    fn new(plan: TensorPlan, records: Vec<ChunkRecord>, shared: bool) -> Self {
+        let plan = if records.iter().all(|r| r.plain) { plan.of_plain_chunks() } else { plan };
+        Self { plan, records, shared }
+    }
+
     /// The tensor's block, without its offset, and the bytes of it. `target` names the output in
     /// errors.
     pub(crate) fn block(&self, name: &str, target: &str) -> Result<(Block, Vec<u8>)> {
@@ -74,7 +67,7 @@ impl Coded {
     }
 }
 
-/// What is needed to count a chunk in the totals.
+/// Data for counting a chunk in the totals.
 struct ChunkOf<'a> {
     dtype: DType,
     /// Bytes of the tensor.
@@ -196,7 +189,7 @@ impl Writer {
         }
         done.map(|()| {
             let coded = plans.into_iter().zip(coded);
-            coded.map(|(plan, (records, shared))| Coded { plan, records, shared }).collect()
+            coded.map(|(plan, (records, shared))| Coded::new(plan, records, shared)).collect()
         })
     }
 
@@ -217,7 +210,7 @@ impl Writer {
         self.options.memory.unwrap_or(256 << 20)
     }
 
-    /// How many chunks are encoded at once.
+    /// How many chunks are encoded at the same time.
     fn window(&self, parent: Option<&dyn Parent>, threads: usize) -> usize {
         let behind = if self.out.is_behind() { Behind::BUFFERS } else { 0 };
         let memory = self.memory().saturating_sub(behind);
@@ -289,4 +282,35 @@ fn chunks(tensors: &[TensorValues<'_>]) -> usize {
 /// The bytes of all values of tensors.
 fn bytes(tensors: &[TensorValues<'_>]) -> u64 {
     tensors.iter().map(|t| t.values.bytes()).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use s4_format::side::SideKind;
+    use s4_format::{LayoutId, Plan};
+
+    use super::*;
+
+    #[test]
+    fn tensors_of_plain_chunks_have_no_side_data() {
+        let record = |plain| ChunkRecord {
+            offset: 16,
+            object: 0,
+            len: 8,
+            plain,
+            crc_encoded: 0,
+            crc_raw: 0,
+        };
+        for coded in [false, true] {
+            let plan = Plan::rank1(LayoutId::FIELDS);
+            let mut plan = TensorPlan::new(plan, vec![], chunk_log2(DType::Float32));
+            plan.side.push(SideKind::OFFSETS, vec![0; 640]).unwrap();
+            let coded_plan = plan.plan.clone();
+            let of = Coded::new(plan, vec![record(true), record(!coded)], false);
+            let (_, block) = of.block("x", "a test").unwrap();
+            assert_eq!(block.len() > 640, coded);
+            assert_eq!(of.plan.plan == coded_plan, coded);
+            assert_eq!(of.plan.plan.is_direct(), !coded);
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! Plans tensors, perhaps on another thread than the writer's.
+//! Plans tensors, possibly on a thread other than the writer's.
 
 use std::sync::Arc;
 
@@ -11,11 +11,12 @@ use crate::alike::Alike;
 use crate::batch::Batch;
 use crate::error::Result;
 use crate::inputs::{Failure, ParentInputs, Place};
+use crate::options::CodingFn;
+use crate::parallel::Pools;
 use crate::parent::Parent;
-use crate::pipeline::Pools;
 use crate::recall::Recall;
 
-/// What planning needs besides tensors.
+/// The inputs of planning, besides the tensors.
 pub(crate) struct Planner {
     /// Names the output in errors.
     pub(crate) target: String,
@@ -28,13 +29,15 @@ pub(crate) struct Planner {
     pub(crate) recall: Option<Arc<Recall>>,
     /// Choices for similar tensors of this checkpoint.
     pub(crate) alike: Arc<Alike>,
+    /// Changes the codings of planes.
+    pub(crate) choose: Option<CodingFn>,
 }
 
 /// Tensors and their plans.
 pub(crate) struct Planned<'a> {
     pub(crate) batch: Batch<'a>,
     pub(crate) plans: Vec<TensorPlan>,
-    /// Where the values are that they are predicted from.
+    /// Where to find the values that they are predicted from.
     pub(crate) places: Vec<Option<Place<'a>>>,
 }
 
@@ -96,7 +99,10 @@ impl Planner {
             plans.extend(numbers.into_iter().zip(planned));
         }
         plans.sort_unstable_by_key(|(number, _)| *number);
-        let plans: Vec<_> = plans.into_iter().map(|(_, plan)| plan).collect();
+        let mut plans: Vec<_> = plans.into_iter().map(|(_, plan)| plan).collect();
+        if let Some(choose) = &self.choose {
+            batch.tensors.iter().zip(&mut plans).for_each(|(tensor, plan)| choose(tensor, plan));
+        }
         let places = Place::find(parent, &plans, batch.is_on_device(), pool)?;
         Ok((plans, places))
     }

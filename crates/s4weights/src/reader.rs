@@ -22,7 +22,7 @@ use crate::io::{ReadAt, Source, TailSource, open_source};
 use crate::objects::ObjectSource;
 use crate::options::{ReadOptions, simd, thread_count};
 use crate::parallel::{lock, pool, worth};
-use crate::slice::{Slice, View};
+use crate::slice::{ArrayView, Slice};
 
 /// About how many tensor blocks are parsed in the time that a thread takes to start.
 const PARSED: usize = 512;
@@ -125,6 +125,7 @@ impl Reader {
         let json = known.section(&section, "manifest")?;
         let manifest = Manifest::parse_closed(&json, footer.offset).at(&name)?;
         let engine = CpuEngine::reading(simd, &manifest.closed_codecs, options.trusted);
+        let engine = engine.and_codecs(&options.codecs);
         let table = known.section(&manifest.tensors.section, "tensor table")?;
         let tensors = index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
         if tensors.len() != manifest.tensors.count as usize {
@@ -235,7 +236,12 @@ impl Reader {
         let tensor = &self.tensors[number];
         let item = tensor.dtype.size() as u64;
         let mut out = self.buffer(slice.check(name, &tensor.shape)? * item)?;
-        self.read_view(number, View { offset: 0, item, shape: &tensor.shape }, slice, &mut out)?;
+        self.read_view(
+            number,
+            ArrayView { offset: 0, item, shape: &tensor.shape },
+            slice,
+            &mut out,
+        )?;
         Ok(out)
     }
 
@@ -248,12 +254,12 @@ impl Reader {
     pub fn read_view(
         &self,
         number: usize,
-        view: View<'_>,
+        view: ArrayView<'_>,
         slice: &Slice,
         to: &mut [u8],
     ) -> Result<()> {
         let tensor = self.tensor(number)?;
-        let View { offset, item, shape } = view;
+        let ArrayView { offset, item, shape } = view;
         let part = slice.check(&tensor.name, shape)?.checked_mul(item);
         let all = shape.iter().try_fold(item, |n, d| n.checked_mul(*d));
         let end = all.and_then(|n| n.checked_add(offset));
@@ -302,10 +308,10 @@ impl Reader {
         self.read_into(requests)
     }
 
-    /// The tensors, by number, that are copies of others of the checkpoint, and those others: if they
-    /// are read by one call, each is decoded only once. Other tensors may as well be read by several
-    /// calls. `None` if this holds for all of them: if there is a parent, which would be opened for
-    /// each call, and if requests are slow.
+    /// The tensors, by number, that are copies of others of the checkpoint, and those others: if one call reads
+    /// them all, each is decoded only once. It does not matter how the other tensors are divided among calls.
+    /// `None` if one call should read all tensors: if there is a parent, which each call would open, or if requests
+    /// are slow.
     pub fn read_together(&self) -> Option<Vec<usize>> {
         if self.parent_digest().is_some() || self.any_remote() {
             return None;
@@ -350,7 +356,7 @@ impl Reader {
         Ok(out)
     }
 
-    /// What decoding needs to know about a tensor with chunks of its own.
+    /// The decoder's description of a tensor with chunks of its own.
     pub(crate) fn spec<'a>(&'a self, tensor: usize, block: &'a LoadedBlock) -> TensorSpec<'a> {
         let t = &self.tensors[tensor];
         let chunk_log2 = match t.kind {

@@ -1,7 +1,6 @@
-//! What a store remembers of the tensors that it saved, so that those of its next checkpoints are
-//! planned faster: the choice for each, and the values that deltas are estimated from. Without it,
-//! the same values, and more of them, are read for planning. Reading checkpoints does not depend on
-//! it.
+//! A store's memory of the tensors that it saved, which makes planning the next checkpoints faster: the choice for
+//! each tensor, and the values that deltas are estimated from. Without it, planning reads these values, and more,
+//! again. Reading checkpoints does not depend on it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -27,7 +26,7 @@ const DISTANCES: usize = 8;
 /// Values of a checkpoint's tensors, by name.
 type Samples = HashMap<String, Vec<u8>>;
 
-/// What is remembered.
+/// The choices and samples of a store.
 #[derive(Default)]
 pub(crate) struct PlanMemory(Mutex<Known>);
 
@@ -59,7 +58,7 @@ struct SamplesOf {
     samples: Arc<Samples>,
 }
 
-/// What is recalled for planning one checkpoint, and what will be remembered of it.
+/// State of planning one checkpoint: earlier choices and samples, and new ones to remember.
 pub(crate) struct Recall {
     memory: Arc<PlanMemory>,
     save: u32,
@@ -115,8 +114,8 @@ impl PlanMemory {
         }
     }
 
-    /// Drops the samples that no delta from number `next` since the base on can use; 0 means a new
-    /// base, which drops all.
+    /// Drops the samples that no delta can use any more; `next` is the next checkpoint's number since the base.
+    /// With 0, a new base, all are dropped.
     pub(crate) fn forget(&self, tree: &Tree, next: u32) {
         let later = |s: &SamplesOf| tree.last_child(s.number).is_some_and(|last| last >= next);
         lock(&self.0).samples.retain(|s| next > 0 && later(s));

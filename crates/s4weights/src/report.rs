@@ -1,4 +1,4 @@
-//! What was done, and what is in a file.
+//! Reports on saves, and on the content of files.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -16,7 +16,7 @@ pub struct StreamTotal {
     pub bits_per_value: f64,
 }
 
-/// What a save did.
+/// The statistics of a save.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Report {
     /// Tensors written.
@@ -53,8 +53,8 @@ pub(crate) struct Totals {
     coded: HashMap<Coded, (u64, u64)>,
 }
 
-/// What the streams of one total have in common. Their names are made later, so as not to slow down
-/// the writing thread, which counts the chunks.
+/// The key of a total. Names are made from it later, so that they do not slow down the writing thread, which counts
+/// the chunks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Coded {
     /// The residual of predicted values.
@@ -148,7 +148,7 @@ pub struct TensorReport {
     pub planes: Vec<PlaneReport>,
 }
 
-/// What is in a file.
+/// A description of the content of a file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
     /// Version of the format.
@@ -161,7 +161,7 @@ pub struct Inspection {
     pub form: s4_format::manifest::Form,
     /// BLAKE3 of the manifest.
     pub digest: String,
-    /// Bytes of the file, and of the objects beside it.
+    /// Bytes of the file, and of the objects that belong to it.
     pub file_bytes: u64,
     /// Bytes of all tensors' values.
     pub bytes: u64,
@@ -181,7 +181,7 @@ pub struct Inspection {
     pub tensors: Vec<TensorReport>,
 }
 
-/// What a verification read and compared.
+/// The statistics of a verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Verification {
     /// Tensors decoded.

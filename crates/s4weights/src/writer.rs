@@ -36,7 +36,7 @@ pub(crate) const MAX_DELTAS: usize = 65_000;
 /// Bytes of tensor blocks that are collected for one write.
 const BLOCKS: usize = 1 << 20;
 
-/// What a file holds besides tensors.
+/// The content of a file other than tensors.
 #[derive(Debug, Clone, Default)]
 pub struct Contents {
     /// The saved object as typed JSON.
@@ -81,7 +81,7 @@ pub struct Writer {
     pub(crate) failed: bool,
 }
 
-/// What was written.
+/// The result of writing a checkpoint.
 #[derive(Debug)]
 pub struct Written {
     /// Counts and sizes.
@@ -89,7 +89,7 @@ pub struct Written {
     /// Hash and checksums. Together with the values, if they are still in memory, they make the
     /// parent of the next checkpoint.
     pub snapshot: Snapshot,
-    /// The index of a checkpoint in objects: bytes to keep beside the objects, and to pass to
+    /// The index of a checkpoint in objects: bytes to store with the objects, and to pass to
     /// [`crate::Reader::open_objects`]. `None` for a file.
     pub index: Option<Bytes>,
 }
@@ -137,6 +137,7 @@ impl Writer {
 
     fn start(name: String, out: Output, options: WriteOptions) -> Result<Self> {
         let (engine, closed) = CpuEngine::writing(simd(options.simd)?, options.preset).at(&name)?;
+        let engine = engine.and_codecs(&options.own.codecs);
         check_depth(&name, &options)?;
         Ok(Self {
             name,
@@ -221,7 +222,7 @@ impl Writer {
         needs_others(self.options.parent.as_deref(), plan)
     }
 
-    /// What planning this checkpoint's tensors needs.
+    /// The [`Planner`] of this checkpoint's tensors.
     pub(crate) fn planner(&self) -> Planner {
         Planner {
             target: self.name.clone(),
@@ -232,6 +233,7 @@ impl Writer {
             parent: self.options.parent.clone(),
             recall: self.recall.clone(),
             alike: Arc::clone(&self.alike),
+            choose: self.options.own.choose.clone(),
         }
     }
 

@@ -22,7 +22,7 @@ use s4weights::{
     Source, adversarial,
 };
 
-/// Counts the bytes that are allocated, and the most at once.
+/// Counts the bytes that are allocated, and records the peak.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
@@ -275,6 +275,38 @@ fn a_chain_of_changing_chunk_sizes_is_restored_level_by_level() {
         // This once took hours.
         assert!(started.elapsed() < Duration::from_secs(60), "{sizes:?}: {:?}", started.elapsed());
     }
+}
+
+#[test]
+fn copies_of_tensors_with_larger_chunks_are_refused() {
+    let _turn = turn();
+    let of = |name, log2| Constant::new(name, DType::Float64, 1 << 18, log2);
+    let copy = |name, log2, of_number| Constant { same: Some(of_number), ..of(name, log2) };
+    let refused_in = |file: &[u8], files: &Files, name: &str| {
+        let reader = open_chain(files, file.to_vec()).unwrap();
+        for e in [refused(reader.read(name)), refused(reader.verify())] {
+            assert!(e.contains("larger chunks than those of its copy"), "{e}");
+        }
+    };
+    let files = Files::default();
+    // Each chunk of `b` would be decoded four times for `a`, and those of `c` as often for them.
+    let list = [copy("a", 16, 1), copy("b", 18, 2), of("c", 16)];
+    let (file, _) = Craft::new().constants(&list).finish();
+    refused_in(&file, &files, "a");
+    assert!(open(file).unwrap().read("b").unwrap().iter().all(|b| *b == BYTE));
+    let list = [copy("a", 18, 1), copy("b", 17, 2), of("c", 16)];
+    let (file, _) = Craft::new().constants(&list).finish();
+    let reader = open(file).unwrap();
+    assert!(reader.read("a").unwrap().iter().all(|b| *b == BYTE));
+    reader.verify().unwrap();
+    // The larger chunks are the parent's.
+    let (base, parent) = Craft::new().constants(&[of("a", 18)]).finish();
+    files.lock().unwrap().insert(parent.manifest, base);
+    let delta = Constant { parent: Some(parent), ..of("a", 16) };
+    let (file, _) = Craft::new().constants(&[delta, copy("b", 16, 0)]).finish();
+    refused_in(&file, &files, "b");
+    let reader = open_chain(&files, file).unwrap();
+    assert!(reader.read("a").unwrap().iter().all(|b| *b == BYTE));
 }
 
 /// A chain of realistic values, some of which each step changes; returns the last file and its values.

@@ -186,7 +186,7 @@ fn unchanged_tensors_cost_almost_nothing() {
     let reader = alone(&same);
     reader.set_parent(Arc::clone(&parent)).unwrap();
     check(&reader, &tensors);
-    // Changes where the planner does not look are coded all the same.
+    // Changes where the planner does not look are still coded.
     let mut some = tensors;
     for i in 0..300 {
         some[0].data[(700_000 + 3 * i) * 4] ^= 5;
@@ -275,7 +275,7 @@ fn values_that_changed_in_memory_are_an_error_and_no_difference() {
     }
     let mut p = MemoryParent::new(Arc::clone(&snapshot), 0);
     assert!(matches!(p.own("w", data[2..].to_vec().into()), Err(Error::Argument(_))));
-    // Values kept compressed are compared with the snapshot at once.
+    // Values kept compressed are compared with the snapshot immediately.
     let codec = Arc::new(TensorCodec::new(MemoryOptions::default()).unwrap());
     let mut p = MemoryParent::new(Arc::clone(&snapshot), 1 << 20);
     assert!(matches!(p.keep(&codec, "w", &data), Err(Error::Parent { .. })));
@@ -442,7 +442,7 @@ fn every_flip_in_a_difference_or_its_parent_is_an_error_or_the_exact_data() {
     assert!(unseen < (base.len() + file.len()) / 40, "{unseen} flips went unseen");
 }
 
-/// Forwards to a reader, and records the most bytes that were asked for at once.
+/// Forwards to a reader, and records the most bytes that one call asked for.
 struct Watched(Arc<Reader>, Mutex<usize>);
 
 impl Parent for Watched {

@@ -223,7 +223,7 @@ fn a_file_of_differences_on_the_device_is_that_of_the_host() {
             let start = format!("parent {residual}");
             plans.iter().filter(|t| t.plan.starts_with(&start)).count()
         };
-        // Deltas of each kind that the preset has, beside tensors that are none.
+        // Deltas of each kind that the preset has, and tensors that are not deltas.
         let (xor, sub) = (deltas("xor"), deltas("sub"));
         match preset {
             Preset::Fast => assert!((4..plans.len() - 2).contains(&xor) && sub == 0, "{plans:?}"),

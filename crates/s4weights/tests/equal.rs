@@ -103,6 +103,26 @@ fn what_only_looks_equal_comes_back_too() {
 }
 
 #[test]
+fn masks_that_agree_along_the_diagonal_are_no_copies() {
+    // The evenly spaced runs that are compared first begin at the diagonal.
+    const ROWS: usize = 1021;
+    let mask = |window: usize| {
+        let value = |i| u8::from(i % ROWS <= i / ROWS && i / ROWS - i % ROWS < window);
+        let shape = [ROWS as u64; 2];
+        let data = (0..ROWS * ROWS).map(value).collect();
+        Owned::new(format!("m{window}"), DType::Bool, &shape, data)
+    };
+    let tensors = [mask(ROWS), mask(256), mask(ROWS + 1)];
+    let file = save(&tensors, WriteOptions::default());
+    let fast = WriteOptions { preset: Preset::Fast, ..Default::default() };
+    assert!(file.len() < save(&tensors, fast).len(), "{}", file.len());
+    let reader = open(file);
+    let same: Vec<_> = plans(&reader).iter().map(|p| p.starts_with("same")).collect();
+    assert_eq!(same, [false, false, true]);
+    check(&reader, &tensors);
+}
+
+#[test]
 fn constant_tensors_are_no_copies() {
     let tensors = equal(DType::Float32, &vec![0; 4 * N], 2);
     let file = save(&tensors, WriteOptions::default());

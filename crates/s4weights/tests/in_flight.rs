@@ -1,4 +1,4 @@
-//! How many requests to an object store are in flight at once: a connection is slow, a network is not.
+//! How many requests to an object store are in flight at the same time: a connection is slow, a network is not.
 
 mod common;
 

@@ -262,7 +262,7 @@ fn what_a_sink_refuses_and_what_does_not_fit_is_an_error() {
     let memory = unsafe { DeviceMemory::new(0, 0, source.values.bytes(), 0) };
     let on_device = TensorSource { values: memory.into(), ..source };
     assert!(matches!(create().write(&[on_device]), Err(Error::Argument(_))));
-    // An index that nobody takes is an error, not lost in silence. An empty checkpoint has an index, too.
+    // An index that nobody takes is an error, not lost silently. An empty checkpoint has an index, too.
     assert!(matches!(create().finish(Contents::default()), Err(Error::Argument(_))));
     let nothing = create().complete(Contents::default()).unwrap();
     let index = nothing.index.unwrap();

@@ -283,6 +283,27 @@ fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
     }
 }
 
+/// Where chunks differ, tables of their own save what row and column offsets seem to save.
+#[test]
+fn matrices_of_parts_of_different_scales_are_no_larger_than_fast_makes_them() {
+    let matrix = |rows: u64, cols: u64, of: &dyn Fn(u64) -> f32| {
+        let data = (0..rows * cols).flat_map(|i| to_bf16(of(i)).to_le_bytes()).collect();
+        Owned::new("w", DType::BFloat16, &[rows, cols], data)
+    };
+    let fused = |rows: u64| {
+        let scale = move |i: u64| if i / 512 < 2 * rows / 3 { 0.02 } else { 0.005 };
+        matrix(rows, 512, &move |i| scale(i) * bell(i))
+    };
+    let counted = |rows: u64| matrix(rows, 512, &|i| i as f32);
+    let tensors =
+        [fused(600), fused(1536), fused(4500), counted(600), counted(1536), counted(4500)];
+    for (i, tensor) in tensors.into_iter().enumerate() {
+        let [balanced, fast] = [Preset::Balanced, Preset::Fast]
+            .map(|p| save(std::slice::from_ref(&tensor), roles(&[]), preset(p)).len());
+        assert!(balanced <= fast + fast / 500, "{i}: {balanced} {fast}");
+    }
+}
+
 /// Found by the test below: estimates for a pack, which is small, are inaccurate.
 #[test]
 fn a_pack_is_never_larger_than_fast_makes_it() {

@@ -57,7 +57,7 @@ fn state(name: &str) -> State {
 }
 
 impl State {
-    /// With bf16 weights beside the optimizer's masters.
+    /// With bf16 weights in addition to the optimizer's masters.
     fn in_mixed_precision(mut self) -> Self {
         let masters = self.roles.tensors.iter_mut().filter(|r| r.kind == RoleKind::Weight);
         let mut copies = vec![];

@@ -5,8 +5,8 @@ mod common;
 use common::{Memory, Owned, mixed, open, save, save_to};
 use proptest::prelude::*;
 use s4weights::{
-    Contents, DType, Error, MemoryOptions, Preset, ReadOptions, Reader, Simd, Slice, Source,
-    Target, TensorCodec, TensorSource, TensorView, View, WriteOptions, Writer, adversarial,
+    ArrayView, Contents, DType, Error, MemoryOptions, Preset, ReadOptions, Reader, Simd, Slice,
+    Source, Target, TensorCodec, TensorSource, TensorView, WriteOptions, Writer, adversarial,
 };
 
 #[test]
@@ -114,7 +114,7 @@ fn arrays_within_a_tensor_are_read_in_part() {
     let t = tensors.iter().find(|t| t.name == "w").unwrap();
     let item = t.dtype.size() as u64;
     // 40 rows of 70 elements from element 99 on; columns 5 to 9 of rows 2 to 37 are read.
-    let view = View { offset: 99 * item, item, shape: &[40, 70] };
+    let view = ArrayView { offset: 99 * item, item, shape: &[40, 70] };
     let part = Slice(vec![2..37, 5..9]);
     let want: Vec<u8> = (2..37)
         .flat_map(|row| {
@@ -134,11 +134,15 @@ fn arrays_within_a_tensor_are_read_in_part() {
     assert!(refused(view, part.clone(), want.len() - 1));
     assert!(refused(view, Slice(vec![2..41, 5..9]), 39 * 4 * item as usize));
     let end = t.data.len() as u64;
-    let beyond = View { offset: end - 8, item: 1, shape: &[9] };
+    let beyond = ArrayView { offset: end - 8, item: 1, shape: &[9] };
     assert!(refused(beyond, Slice(std::iter::once(0..9).collect()), 9));
-    let huge = View { offset: 8, item: u64::MAX, shape: &[1, u64::MAX] };
+    let huge = ArrayView { offset: 8, item: u64::MAX, shape: &[1, u64::MAX] };
     assert!(refused(huge, Slice(vec![0..1, 0..1]), 8));
-    assert!(refused(View { offset: u64::MAX, ..view }, Slice(vec![0..1, 0..1]), item as usize));
+    assert!(refused(
+        ArrayView { offset: u64::MAX, ..view },
+        Slice(vec![0..1, 0..1]),
+        item as usize
+    ));
     assert!(reader.read_view(999, view, &part, &mut got).is_err());
 }
 

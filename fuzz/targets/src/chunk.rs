@@ -83,15 +83,17 @@ impl Sample {
         let mut moments = vec![];
         let (contexts, step) = (side.get(SideKind::CONTEXTS), side.get(SideKind::STEP));
         let mut dtypes = None;
+        // One moment or two, whatever the side data says.
+        let listed = &[1, 2][..if flags & 16 == 16 { 1 } else { 2 }];
         if !step.is_empty() && plan.is_delta() {
-            // One moment or two, whatever the side data says.
-            let listed = if flags & 16 == 16 { 1 } else { 2 };
-            plan = Plan::step(plan.layout, Digest([0; 32]), 0, &[1, 2][..listed]);
+            plan = Plan::step(plan.layout, Digest([0; 32]), 0, listed);
             let said = Step::parse(step).map(|s| iter::once(s.first).chain(s.second).collect());
             dtypes = Some(said);
         } else if !contexts.is_empty() && plan.is_delta() && plan.layout == LayoutId::BYTES {
-            plan = Plan::update(Digest([0; 32]), 0, [1, 2]);
-            dtypes = Some(Update::parse(contexts).map(|u| Vec::from(u.moments)));
+            plan = Plan::update(Digest([0; 32]), 0, listed);
+            dtypes = Some(
+                Update::parse(contexts).map(|u| iter::once(u.first).chain(u.second).collect()),
+            );
         }
         if let Some(dtypes) = dtypes {
             // Moments of various sizes, mostly of the right ones.

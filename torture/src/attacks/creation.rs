@@ -16,7 +16,7 @@ use crate::api::{self, Store, Target};
 use crate::proxy::{Behaviour, Fault, Proxy};
 use crate::values;
 
-/// Creations at once, on each server.
+/// Creations at the same time, on each server.
 const SIDE_BY_SIDE: usize = 3;
 /// The longest that a creation may take.
 const PATIENCE: Duration = Duration::from_secs(240);
@@ -24,10 +24,10 @@ const PATIENCE: Duration = Duration::from_secs(240);
 const REQUESTS: u64 = 200;
 /// The first requests, which look for a store and probe whether conditions are honoured.
 const FIRST: u64 = 6;
-/// Creators at once, in every tenth try.
+/// Creators at the same time, in every tenth try.
 const CREATORS: usize = 3;
 
-/// What became of the creations on one server.
+/// The outcomes of the creations on one server.
 #[derive(Default)]
 struct Tally {
     outcomes: BTreeMap<&'static str, usize>,
@@ -131,7 +131,7 @@ fn several(target: &Target) -> (Result<Store, Error>, Vec<String>) {
 fn what_is_there(scene: &Scene, created: bool, number: usize) -> Outcome<Vec<String>> {
     let store = match Store::open(&scene.target) {
         Err(e) if api::is_no_store(&e) && !created => {
-            // What a failed creation left behind must not prevent another try.
+            // The leftovers of a failed creation must not prevent another try.
             if number % 5 != 1 {
                 return Ok(vec![]);
             }

@@ -13,7 +13,7 @@ use crate::proxy::{Behaviour, Condition, Proxy};
 
 /// The longest time in seconds that writers use a store which should not exist.
 const STORM: u64 = 8;
-/// How long two writers try at once to use a store for one writer: long enough for a lease to be renewed.
+/// How long two writers try to use a store for one writer at the same time: long enough for a lease to be renewed.
 const OVERLAP: Duration = Duration::from_secs(25);
 /// Time in which the lease of a killed writer must expire.
 const TAKEOVER: Duration = Duration::from_secs(120);
@@ -23,8 +23,8 @@ const PLAIN: Duration = Duration::from_millis(10);
 /// A lie, and its name.
 struct Lie {
     name: String,
-    /// The server, and below, how a proxy makes it treat conditions; `None` for a server that lies by
-    /// itself.
+    /// The server, and in the next field, how a proxy makes it treat conditions; `None` for a server that lies
+    /// without a proxy.
     server: Server,
     condition: Option<Condition>,
 }

@@ -20,7 +20,7 @@ use crate::roles::Args;
 /// Time for a process to end after it was asked to.
 const FAREWELL: Duration = Duration::from_secs(90);
 
-/// What an attack does, and until when.
+/// The scope of an attack, and its time limit.
 pub(crate) struct Plan {
     pub(crate) seed: u64,
     /// Kills, operations, creations or tries.
@@ -163,7 +163,7 @@ impl Scene {
     }
 }
 
-/// Runs `work` on all of `items` side by side and gathers the reports.
+/// Runs `work` on all of `items` in parallel and gathers the reports.
 pub(crate) fn side_by_side<T: Sync>(
     items: &[T],
     work: impl Fn(&T) -> Outcome<Vec<Report>> + Sync,

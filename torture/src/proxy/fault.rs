@@ -29,7 +29,7 @@ pub(crate) enum Fault {
     StatusAfter(u16),
     /// A write is done, and done again seconds later.
     Duplicate,
-    /// The connection is reset, and the write reaches the server seconds later all the same.
+    /// The connection is reset, but the write still reaches the server seconds later.
     LandsLate,
 }
 
@@ -115,7 +115,7 @@ impl Behaviour {
         Self { condition, ..Self::honest() }
     }
 
-    /// What happens to request number `n`.
+    /// The fault of request number `n`, if any.
     pub(super) fn draw(&self, n: u64, random: &mut Random) -> Option<Fault> {
         if let Some((only, fault)) = self.only {
             return (only == n).then_some(fault);

@@ -1,4 +1,4 @@
-//! What a run of libFuzzer said, as a table.
+//! The results of a run of libFuzzer, as a table.
 
 use std::fmt::Write;
 use std::fs;

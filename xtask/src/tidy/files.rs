@@ -1,4 +1,4 @@
-//! What the text of a file may look like.
+//! Rules for the text of a file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ const MAX_LINES: usize = 700;
 const SOURCES: [&str; 8] = ["rs", "py", "pyi", "cu", "cuh", "h", "c", "cpp"];
 const TEXTS: [&str; 5] = ["md", "toml", "txt", "yml", "yaml"];
 
-/// Folders that hold nothing of ours.
+/// Folders that hold nothing of the project.
 const SKIPPED: [&str; 2] = ["target", "__pycache__"];
 
-/// Hidden folders that do hold something of ours.
+/// Hidden folders that hold something of the project.
 const HIDDEN: [&str; 3] = [".cargo", ".ci", ".github"];
 
 /// Top-level folders of one person's machine: a path below one of them works nowhere else. Split in

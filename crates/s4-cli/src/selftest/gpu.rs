@@ -143,8 +143,8 @@ struct Both {
 }
 
 impl Both {
-    /// Sends tensors through both. The device gets all of a call at once, so that chunks of many
-    /// tensors share its launches.
+    /// Sends tensors through both. The device gets all tensors in one call, so that chunks of many tensors share
+    /// its launches.
     fn compare(&self, preset: Preset, cases: &[Case], fault: Option<Fault>) -> Result<()> {
         let views: Vec<_> = cases.iter().map(Case::view).collect();
         let failed = |e: &dyn std::fmt::Display| {

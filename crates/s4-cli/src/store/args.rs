@@ -1,8 +1,8 @@
 //! Where a store is, and the options to open it with.
 
 use clap::Args;
-use s4weights::ReadOptions;
 use s4weights::store::{CheckpointStore, Retry, StorageOptions, StoreOptions};
+use s4weights::{ReadOptions, WriteOptions};
 
 use crate::Remote;
 use crate::error::{Failure, Result};
@@ -58,6 +58,11 @@ impl StoreArgs {
     /// Options for reading a file, with the same time.
     pub(crate) fn reading(&self) -> ReadOptions {
         self.remote.read(ReadOptions::default())
+    }
+
+    /// Options for writing a file, with the same time.
+    pub(crate) fn writing(&self, options: WriteOptions) -> WriteOptions {
+        self.remote.write(options)
     }
 
     /// Opens the store.

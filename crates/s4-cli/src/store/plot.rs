@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use s4weights::Target;
 use s4weights::store::{Checkpoint, CheckpointStore, State};
 use serde::Serialize;
 
@@ -32,7 +33,7 @@ const LINE: &str = "#b8500f";
 const INK: &str = "#222222";
 const FAINT: &str = "#777777";
 
-/// What the picture shows.
+/// The data of the picture.
 #[derive(Serialize)]
 struct Figures {
     store: String,
@@ -74,10 +75,9 @@ pub(crate) fn plot(args: &StoreArgs, output: &Path, last: usize) -> Result<()> {
         return Err(Failure::NotFound(format!("{}: no checkpoints to draw", store.name())));
     }
     let figures = figures(&store, &state, shown)?;
-    let named = |e: std::io::Error| {
-        Failure::Io(std::io::Error::new(e.kind(), format!("{}: {e}", output.display())))
-    };
-    std::fs::write(output, draw(&figures)).map_err(named)?;
+    let mut picture = Target::from(output).open()?;
+    picture.write(draw(&figures).as_bytes())?;
+    picture.commit()?;
     if args.json {
         return say(&to_json(&figures)?);
     }

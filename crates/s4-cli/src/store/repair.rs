@@ -1,5 +1,6 @@
-//! `repair`: mending a damaged log.
+//! `repair`: repairs a damaged log.
 
+use s4weights::redact_url;
 use s4weights::store::{CheckpointStore, Loss, RepairReport, StoreOptions};
 use serde::Serialize;
 
@@ -50,8 +51,7 @@ pub(crate) fn repair(args: &StoreArgs, apply: bool) -> Result<()> {
             aside: report.aside.as_deref(),
         })?);
     }
-    let name = args.store.split(['?', '#']).next().unwrap_or_default();
-    say(&as_text(name, &report))
+    say(&as_text(&redact_url(&args.store), &report))
 }
 
 fn as_text(name: &str, report: &RepairReport) -> String {

@@ -73,7 +73,7 @@ pub(crate) fn retire(args: &StoreArgs, choice: &Choice, reason: &str, dry_run: b
         let wrong = |e| Failure::Usage(format!("{}: {e}", store.name()));
         // Report a mistyped metric even if nothing would be retired this time.
         policy.check_metrics(&state).map_err(wrong)?;
-        match dry_run {
+        match dry_run || !reason.is_empty() {
             true => policy.plan(&state).map_err(wrong)?.retire,
             false => store.apply_retention(&policy)?,
         }
@@ -81,11 +81,13 @@ pub(crate) fn retire(args: &StoreArgs, choice: &Choice, reason: &str, dry_run: b
         let found = select::find_all(store.name(), &state, &choice.which)?;
         let ids: Vec<_> = found.iter().map(Checkpoint::id).collect();
         obstacle(&state, &found)?;
-        if !dry_run {
-            store.retire(&ids, reason)?;
-        }
         ids
     };
+    // Rules for which no reason is given were applied by the store itself.
+    let is_done = dry_run || gone.is_empty() || by_rules && reason.is_empty();
+    if !is_done {
+        store.retire(&gone, reason)?;
+    }
     let step = |id: &CheckpointId| state.get(*id).map_or(0, Checkpoint::step);
     let mut retired: Vec<_> = gone.iter().map(|id| Gone { step: step(id), id: *id }).collect();
     retired.sort_by_key(|gone| (gone.step, gone.id));

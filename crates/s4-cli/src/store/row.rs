@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::text;
 
-/// What a listing says of a checkpoint; also the form of `--json`.
+/// A checkpoint as a listing shows it; also the form of `--json`.
 #[derive(Debug, Serialize)]
 pub(crate) struct Row {
     pub(crate) step: u64,

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::visible::name;
 use crate::{inspect, say, to_json};
 
-/// What `show` says of a whole store.
+/// The summary that `show` prints of a whole store.
 #[derive(Serialize)]
 struct Summary<'a> {
     store: &'a str,
@@ -54,7 +54,7 @@ pub(crate) fn summary(args: &StoreArgs) -> Result<()> {
     }
 }
 
-/// What `show` says of a checkpoint.
+/// The details that `show` prints of a checkpoint.
 #[derive(Serialize)]
 struct Details {
     #[serde(flatten)]

@@ -1,5 +1,7 @@
 //! `restore` and `rebase`: the verbs that read and write values.
 
+use std::fs;
+
 use s4weights::copy::{CopyOptions, copy};
 use s4weights::store::{CheckpointId, StoreOptions};
 use s4weights::{Preset, Target, Writer, redact_url};
@@ -25,7 +27,7 @@ struct Restored {
     raw_bytes: u64,
 }
 
-/// What a checkpoint is restored to.
+/// The output of a restore.
 pub(crate) struct Output<'a> {
     pub(crate) name: Option<&'a str>,
     pub(crate) preset: Preset,
@@ -57,6 +59,7 @@ pub(crate) fn restore(
     if !is_ours {
         convert::require_safetensors(&output)?;
     }
+    check_outside(&args.store, &output)?;
     files::check_output(None, &output, to.force, args.reading())?;
     let bar = Bar::new(common.quiet);
     let loaded = store.load_id(id, bar.callback())?;
@@ -65,9 +68,11 @@ pub(crate) fn restore(
     bar.expect(raw_bytes);
     let tensors = match is_ours {
         true => {
-            let options = common.write(preset, &Bar::new(true));
-            let writer = Writer::create(Target::from(output.as_str()), options)?;
-            copy(reader, writer, &CopyOptions::default())?;
+            let options = args.writing(common.write(preset, &Bar::new(true)));
+            let taken = |e: s4weights::Error| files::unless_taken(e.into(), &output, to.force);
+            let writer =
+                Writer::create(files::target(&output, to.force), options).map_err(taken)?;
+            copy(reader, writer, &CopyOptions::default()).map_err(taken)?;
             reader.tensors().len()
         }
         false => {
@@ -76,7 +81,7 @@ pub(crate) fn restore(
             if !arrays.left_out.is_nothing() {
                 convert::warn_of(&arrays.left_out, &output, common.quiet);
             }
-            convert::to_safetensors(reader, arrays, &output)?
+            convert::to_safetensors(reader, arrays, (&output, to.force))?
         }
     };
     drop(bar);
@@ -85,6 +90,21 @@ pub(crate) fn restore(
     }
     let tensors = text::count(tensors, "tensor");
     say(&format!("{}: step {step}, {tensors}, {}", redact_url(&output), text::bytes(raw_bytes)))
+}
+
+/// Refuses to write into the folder of the store that is read.
+fn check_outside(store: &str, output: &str) -> Result<()> {
+    let root = files::local(store).and_then(|root| fs::canonicalize(root).ok());
+    // An output that cannot be written fails when it is opened.
+    let file = Target::from(output).local_file().ok().flatten().map(|(path, _)| path);
+    let folder = file.and_then(|file| fs::canonicalize(files::folder(&file)).ok());
+    match (root, folder) {
+        (Some(root), Some(folder)) if folder.starts_with(&root) => Err(Failure::Usage(format!(
+            "{}: lies in the store that is read, and nothing was changed: name an output outside of it",
+            redact_url(output)
+        ))),
+        _ => Ok(()),
+    }
 }
 
 #[derive(Serialize)]

@@ -1,4 +1,4 @@
-//! `verify`: looking for damage, and saying what restores.
+//! `verify`: looks for damage, and says what restores.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ struct Verified {
     /// Together with `does_not_restore`: each checkpoint that was asked for, once.
     restores: Vec<Named>,
     does_not_restore: Vec<Named>,
-    /// What damage of the log has lost: steps, if that is known, or what entries of the log said.
+    /// Losses from damage to the log: steps if they are known, else the content of log entries.
     lost: Vec<Loss>,
     /// Data that no entry of the log names: perhaps of lost steps.
     unnamed: Vec<Unnamed>,
@@ -148,7 +148,7 @@ impl Verified {
         lines.join("\n")
     }
 
-    /// What is lost with the log, and what nobody can know.
+    /// What is lost with the log, and what cannot be known.
     fn lost_as_text(&self) -> Vec<String> {
         let (mut lost, mut unknown) = (vec![], vec![]);
         for loss in &self.lost {

@@ -7,7 +7,7 @@ use super::StoreArgs;
 use crate::error::{Failure, Result};
 use crate::{say, to_json};
 
-/// What a store's mode means.
+/// The meaning of a store's mode.
 pub(crate) fn writers(mode: Mode) -> &'static str {
     match mode {
         Mode::Many => "any number at once",

@@ -1,4 +1,4 @@
-//! Prefix codes: what the symbols mean, and tables that decode them.
+//! Prefix codes: the meanings of the symbols, and tables that decode them.
 
 use s4_format::{Error, Result};
 
@@ -79,7 +79,7 @@ pub(super) fn first_codes(counts: &[u16; MAX_BITS + 1]) -> [u16; MAX_BITS + 1] {
     first
 }
 
-/// How many codewords have each length. Index 0 counts the symbols without one.
+/// The number of codewords of each length. Index 0 counts the symbols without one.
 pub(super) fn count_lengths(lengths: &[u8]) -> [u16; MAX_BITS + 1] {
     let mut counts = [0u16; MAX_BITS + 1];
     for &bits in lengths {
@@ -196,7 +196,7 @@ impl<const SIZE: usize> Decoder<SIZE> {
         Ok(code)
     }
 
-    /// The table's entry for the codeword at the low end of `bits`. A literal can be used at once;
+    /// The table's entry for the codeword at the low end of `bits`. A literal can be used directly;
     /// anything else must go through [`Self::find`].
     #[inline(always)]
     pub(super) fn peek(&self, bits: u64) -> CodeEntry {

@@ -9,24 +9,40 @@ type LitLen = Decoder<1024>;
 type Offsets = Decoder<256>;
 type Pre = Decoder<{ 1 << MAX_PRE_BITS }>;
 
+/// The codes of a block: of literals and lengths, and of offsets.
+type Codes = (LitLen, Offsets);
+
+/// The most Deflate blocks of a page: each may have codes of its own, which take longer to prepare than its
+/// bytes to read.
+pub(super) const MOST_BLOCKS: usize = 1024;
+
 /// Decodes one page, which must fill `dst` exactly and end where `src` ends.
 pub(super) fn page(src: &[u8], dst: &mut [u8]) -> Result<()> {
     let mut lanes = Lanes::new(src)?;
     let mut out = Output { dst, pos: 0 };
-    loop {
+    let mut fixed_codes = None;
+    for number in 1.. {
+        if number > MOST_BLOCKS {
+            return Err(Error::limit(format!("page of more than {MOST_BLOCKS} Deflate blocks")));
+        }
         let last = lanes.take(0, 1) == 1;
         let kind = lanes.take(0, 2);
         lanes.refill(0)?;
         match kind {
             0 => stored(&mut lanes, &mut out)?,
             1 => {
-                let (litlen, offsets) = fixed();
-                coded(&mut lanes, &mut out, &litlen, &offsets)?;
+                if fixed_codes.is_none() {
+                    let (litlen, offsets) = fixed();
+                    fixed_codes = Some(codes(&litlen, &offsets)?);
+                }
+                if let Some(codes) = &fixed_codes {
+                    coded(&mut lanes, &mut out, codes)?;
+                }
             }
             2 => {
                 let mut lengths = [0; LITLEN + OFFSETS];
                 let (litlen, offsets) = code_lengths(&mut lanes, &mut lengths)?;
-                coded(&mut lanes, &mut out, litlen, offsets)?;
+                coded(&mut lanes, &mut out, &codes(litlen, offsets)?)?;
             }
             _ => return Err(Error::corrupt("block of kind 3")),
         }
@@ -94,7 +110,7 @@ fn ends_early() -> Error {
     Error::truncated("page ends early")
 }
 
-/// What was decoded so far. `pos` runs ahead of bytes that deferred copies still owe.
+/// The output so far. `pos` runs ahead of bytes that deferred copies still owe.
 struct Output<'a> {
     dst: &'a mut [u8],
     pos: usize,
@@ -167,21 +183,24 @@ struct Deferred {
     copies: [(usize, usize); LANES],
 }
 
-/// A block of literals and matches.
-fn coded(lanes: &mut Lanes<'_>, out: &mut Output<'_>, litlen: &[u8], offsets: &[u8]) -> Result<()> {
+/// The codes with these codeword lengths.
+fn codes(litlen: &[u8], offsets: &[u8]) -> Result<Codes> {
     if litlen[END] == 0 {
         return Err(Error::corrupt("block that cannot end"));
     }
-    let litlen = LitLen::new(litlen, CodeEntry::litlen)?;
-    let offsets = Offsets::new(offsets, CodeEntry::offset)?;
+    Ok((LitLen::new(litlen, CodeEntry::litlen)?, Offsets::new(offsets, CodeEntry::offset)?))
+}
+
+/// A block of literals and matches.
+fn coded(lanes: &mut Lanes<'_>, out: &mut Output<'_>, (litlen, offsets): &Codes) -> Result<()> {
     let mut deferred = Deferred { owing: 0, copies: [(0, 0); LANES] };
     let mut lane = 0;
     loop {
         if lane == 0 && deferred.owing == 0 {
-            lane = literals(lanes, out, &litlen);
+            lane = literals(lanes, out, litlen);
         }
         if deferred.owing >> lane & 1 == 1 {
-            deferred.settle(lanes, out, &offsets, lane)?;
+            deferred.settle(lanes, out, offsets, lane)?;
         } else {
             let entry = litlen.find(lanes.bits[lane])?;
             lanes.skip(lane, entry.bits());
@@ -207,7 +226,7 @@ fn coded(lanes: &mut Lanes<'_>, out: &mut Output<'_>, litlen: &[u8], offsets: &[
     // The copies still owed, starting with the lane that read the end.
     for lane in (lane..LANES).chain(0..lane) {
         if deferred.owing >> lane & 1 == 1 {
-            deferred.settle(lanes, out, &offsets, lane)?;
+            deferred.settle(lanes, out, offsets, lane)?;
         }
         lanes.refill(lane)?;
     }
@@ -267,7 +286,7 @@ impl Deferred {
         if offset >= len {
             out.dst.copy_within(from..from + len, start);
         } else {
-            // What has been written is repeated, which doubles it each time.
+            // The bytes written so far are repeated, which doubles them each time.
             let mut done = 0;
             while done < len {
                 let more = (offset + done).min(len - done);

@@ -27,7 +27,8 @@ pub(super) fn lengths(counts: &[u32], lengths: &mut [u8], max: usize) {
     }
 }
 
-/// How many leaves of the optimal tree lie at each depth, those deeper than `max` counted at `max`.
+/// The number of leaves of the optimal tree at each depth, those deeper than `max` counted at
+/// `max`.
 fn tree_depths(used: &[(u32, u16)], max: usize) -> [u32; MAX_BITS + 1] {
     // Two queues: leaves in order of count, and inner nodes in the order in which they are made,
     // which is that of their counts. Node `n` < leaves is a leaf.

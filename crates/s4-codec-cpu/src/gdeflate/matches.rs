@@ -6,7 +6,7 @@ pub(super) struct Item(u32);
 
 /// Shortest match that is looked for: shorter ones rarely pay for their offset.
 const MIN: usize = 4;
-/// Longest match: what one symbol and 5 bits can express.
+/// Longest match: the longest that one symbol and 5 bits can express.
 const MAX: usize = 258;
 /// Bits of the table's index.
 const HASH_BITS: u32 = 13;

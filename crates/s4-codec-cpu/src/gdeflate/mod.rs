@@ -52,3 +52,31 @@ impl BlockCodec for Gdeflate {
         decode::page(page, dst)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use s4_format::Error;
+
+    use super::*;
+
+    /// A page of Deflate blocks with fixed codes that hold nothing.
+    fn empty_blocks(count: usize) -> Vec<u8> {
+        let mut dst = vec![0; 2 * count + 256];
+        let mut lanes = lanes::LaneWriter::new(&mut dst);
+        for number in 1..=count {
+            lanes.put(u32::from(number == count) | 1 << 1, 3);
+            // The codeword of symbol 256.
+            lanes.put(0, 7);
+        }
+        let len = lanes.finish();
+        dst.truncate(len);
+        dst
+    }
+
+    #[test]
+    fn a_page_has_a_bounded_number_of_blocks() {
+        assert_eq!(decode::page(&empty_blocks(decode::MOST_BLOCKS), &mut []), Ok(()));
+        let more = decode::page(&empty_blocks(decode::MOST_BLOCKS + 1), &mut []);
+        assert!(matches!(more, Err(Error::Limit { .. })), "{more:?}");
+    }
+}

@@ -21,7 +21,7 @@ pub(super) struct Decoding<'a> {
     /// One for each symbol, each below the number of tables; empty if all are 0.
     pub(super) contexts: &'a [u8],
     pub(super) symbols: &'a mut [u8],
-    /// What each segment carries is appended to this list.
+    /// The bytes that each segment carries are appended to this list.
     pub(super) carries: &'a mut Vec<Carry>,
 }
 

@@ -52,7 +52,7 @@ pub struct Rans {
 pub struct Tables<'a> {
     /// 1 to [`MAX_TABLES`] tables of one precision.
     pub list: &'a [Table],
-    /// Where a decoder finds them.
+    /// The place where a decoder finds them.
     pub place: TablePlace,
 }
 
@@ -70,13 +70,13 @@ impl Rans {
         Self { segment_log2: LONG_SEGMENT_LOG2, ..self }
     }
 
-    /// How many bytes of the following stream a stream of `len` symbols carries.
+    /// Number of bytes of the following stream that a stream of `len` symbols carries.
     pub fn carry_len(&self, len: usize) -> usize {
         len.div_ceil(1 << self.segment_log2) * CARRY_LEN
     }
 
     /// Encodes `symbols` with given tables, as [`Codec::encode`] does with those that it chooses.
-    /// `contexts` names the table of each symbol; empty if all use the first. `carry` is what the
+    /// `contexts` names the table of each symbol; empty if all use the first. `carry` is the data that the
     /// stream carries: nothing, or [`Rans::carry_len`] bytes.
     ///
     /// # Errors

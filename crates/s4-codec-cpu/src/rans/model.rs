@@ -14,7 +14,7 @@ const COUNT_ALL: usize = 8192;
 const WINDOW: usize = 512;
 const SAMPLE: usize = 64;
 
-/// How often each symbol occurs in the counted part of some data.
+/// The counts of each symbol in the counted part of some data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Counts {
     of: [u64; 256],
@@ -115,7 +115,7 @@ impl Counts {
     }
 
     /// Marks the counts as those of a part of the data: a table made from them has an escape for
-    /// what was not counted.
+    /// symbols that were not counted.
     #[must_use]
     pub fn partial(mut self) -> Self {
         self.complete = false;
@@ -141,7 +141,7 @@ impl Counts {
         self.of[usize::from(symbol)] += n;
     }
 
-    /// How often a symbol was counted.
+    /// The count of a symbol.
     pub fn get(&self, symbol: u8) -> u64 {
         self.of[usize::from(symbol)]
     }
@@ -248,7 +248,7 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     if entries.is_empty() {
         return entries;
     }
-    // How much each symbol gains from one more slot, or loses with one less, with the best choice
+    // The gain of each symbol from one more slot, or its loss with one less, with the best choice
     // on top. Of equal ones, that is the smallest symbol.
     if sum < total {
         let gain = |i: usize, freq: u16| counts[i] * 4096 / (2 * u64::from(freq) + 1);
@@ -285,7 +285,7 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
 /// (D. Lemire, O. Kaser, N. Kurz, "Faster remainder by direct computation", 2019).
 struct Divisor {
     by: u64,
-    /// 2^64 divided by `by`, rounded up; 0 stands for 2^64 itself.
+    /// 2^64 divided by `by`, rounded up; 0 means 2^64 itself.
     inverse: u64,
 }
 
@@ -338,7 +338,7 @@ fn count(symbols: &[u8], parts: &mut [[u32; 256]; 8]) {
     }
 }
 
-/// The entropy of what was counted, in bits, within a few parts in ten thousand: no order-0 code is
+/// The entropy of the counted symbols, in bits, within a few parts in ten thousand: no order-0 code is
 /// shorter.
 pub fn entropy(counts: &Counts) -> u64 {
     entropy_of(&counts.of)

@@ -8,16 +8,16 @@ use super::stream::{BLOCK, Carry, LANES, Segment};
 use super::table::{MAX_TABLES, Precision, Table};
 use super::words::{Spare, Words};
 
-/// What each slot of each table stands for.
+/// The meaning of each slot of each table.
 pub(super) struct Slots {
     /// Frequency, minus one if `P = 12` (12 bits), position among the symbol's slots (12 bits),
     /// symbol (8 bits).
     pub(super) all: Vec<u32>,
-    /// What stands for escapes, if a table has one.
+    /// The markers of escapes, if a table has one.
     pub(super) escapes: Option<Escapes>,
 }
 
-/// What stands for the escape of each table.
+/// The marker of each table's escape.
 pub(super) struct Escapes {
     /// A byte that is not one of the table's symbols.
     pub(super) markers: [u8; MAX_TABLES],
@@ -27,7 +27,7 @@ pub(super) struct Escapes {
 
 impl Slots {
     /// The slots of some tables of one precision; `None` if a table has both an escape and every
-    /// byte as a symbol, so that no byte is left to stand for the escape.
+    /// byte as a symbol, so that no byte is left to mark the escape.
     pub(super) fn new(tables: &[Table]) -> Option<Self> {
         let precision = tables.first()?.precision();
         let less = u32::from(precision == Precision::P12);
@@ -59,7 +59,7 @@ pub(super) struct SegmentJob<'a> {
     pub(super) symbols: &'a mut [u8],
 }
 
-/// A segment being decoded, at a block boundary: `contexts` and `symbols` are what is left of it.
+/// A segment being decoded, at a block boundary: `contexts` and `symbols` are those that are left.
 pub(super) struct SegmentDecoder<'a> {
     pub(super) states: [u32; LANES],
     pub(super) words: Words,
@@ -138,7 +138,7 @@ pub(super) trait Blocks {
     ) -> Result<()>;
 }
 
-/// Decodes segments. What each carries is appended to `carries`.
+/// Decodes segments. The bytes that each carries are appended to `carries`.
 ///
 /// # Errors
 /// `Corrupt` if a state or the number of words is wrong.
@@ -173,7 +173,7 @@ pub(super) unsafe fn decode<'a>(
     Ok(())
 }
 
-/// Decodes what is left of a segment, less than a block.
+/// Decodes the rest of a segment, less than a block.
 ///
 /// # Safety
 /// - As for [`Blocks::blocks`].

@@ -9,9 +9,9 @@ pub(super) struct Part<'a> {
     pub(super) contexts: &'a [u8],
     /// The states to start with: 2^16 plus the word that each lane carries.
     pub(super) start: [u32; LANES],
-    /// Where the final states go.
+    /// The destination of the final states.
     pub(super) states: &'a mut [u8; STATES_LEN],
-    /// Where the words go, ending at its end. As long as `stream::max_words_len` says.
+    /// The destination of the words, which end at its end. As long as `stream::max_words_len` says.
     pub(super) words: &'a mut [u8],
     /// Bytes of words that were written.
     pub(super) len: usize,

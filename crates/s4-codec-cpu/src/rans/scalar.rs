@@ -8,7 +8,7 @@ use super::part::Part;
 use super::stream::{BLOCK, CARRY_LEN, Carry, LANES, RUN, START, Segment};
 use super::table::Table;
 
-/// What the encoder needs to know about a symbol.
+/// A symbol's parameters for the encoder.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Code {
     /// Frequency of the symbol, or of the escape if it has none.
@@ -186,7 +186,7 @@ fn encode_steps<const P: u32>(x: &mut [u32; LANES], codes: &[Code; BLOCK], words
     }
 }
 
-/// What the decoder needs to know about a slot.
+/// A slot's parameters for the decoder.
 #[derive(Debug, Clone, Copy, Default)]
 struct Slot {
     /// Frequency of the symbol that owns the slot.

@@ -1,4 +1,4 @@
-//! What the codec keeps from stream to stream, and the choice of a stream's tables.
+//! State that the codec keeps from stream to stream, and the choice of a stream's tables.
 
 use s4_format::{Error, Result};
 
@@ -14,7 +14,7 @@ const CACHED: usize = 8;
 /// Memory of one thread.
 #[derive(Default)]
 pub(super) struct State {
-    /// What each segment of the stream being decoded carries.
+    /// The bytes that each segment of the stream being decoded carries.
     pub(super) carries: Vec<Carry>,
     cache: TableCache,
     /// For each context, the counts of the stream being encoded, and the stream's own table.

@@ -1,4 +1,4 @@
-//! The layout of a stream: header, tables, and where its segments lie.
+//! The layout of a stream: header, tables, and the places of its segments.
 
 use s4_format::{Error, Result};
 
@@ -21,7 +21,7 @@ pub(super) const STATES_LEN: usize = 4 * LANES;
 pub(super) const START: u32 = 1 << 16;
 /// Bytes that the states of a segment carry.
 pub(super) const CARRY_LEN: usize = 2 * LANES;
-/// What the states of a segment carry: a word for each lane.
+/// The data that the states of a segment carry: a word for each lane.
 pub(super) type Carry = [u8; CARRY_LEN];
 
 const HEADER_LEN: usize = 8;
@@ -31,7 +31,7 @@ const ALIGN: usize = 4;
 /// Bytes of a segment's number of words.
 pub(super) const COUNT_LEN: usize = 2;
 
-/// Where the tables of a stream are stored.
+/// The place where the tables of a stream are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TablePlace {
     /// In the stream.
@@ -65,8 +65,8 @@ pub(super) fn bound(precision: Precision, segment_log2: u8, len: usize) -> usize
     HEADER_LEN + tables + COUNT_LEN * segments + segments * (ALIGN - 1 + STATES_LEN) + words + ALIGN
 }
 
-/// Writes header, tables (unless shared) and zeros for the word counts. Returns where the word
-/// counts are and where the first segment starts. `dst` has at least [`bound`] bytes.
+/// Writes header, tables (unless shared) and zeros for the word counts. Returns the offsets of the
+/// word counts and of the first segment. `dst` has at least [`bound`] bytes.
 pub(super) fn write_head(
     symbols: u32,
     segment_log2: u8,
@@ -119,7 +119,7 @@ pub(super) struct Stream<'a> {
     segment: usize,
     /// Number of words of each segment.
     counts: &'a [[u8; COUNT_LEN]],
-    /// Where the first segment starts.
+    /// Offset of the first segment.
     first: usize,
 }
 

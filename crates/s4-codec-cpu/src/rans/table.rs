@@ -1,4 +1,4 @@
-//! Tables of frequencies: what they hold and how a stream stores them.
+//! Tables of frequencies: their contents, and their form in a stream.
 
 use s4_format::{Error, Result};
 
@@ -211,7 +211,7 @@ pub(super) fn encoded_len(precision: Precision, entries: usize) -> usize {
     4 + entries * (1 + precision.freq_len())
 }
 
-/// Reads tables that stand one after the other and fill `src`: a tensor's shared tables.
+/// Reads tables that follow each other and fill `src`: a tensor's shared tables.
 ///
 /// # Errors
 /// As [`Table::parse`]; `Corrupt` if there are none, or more than [`MAX_TABLES`].

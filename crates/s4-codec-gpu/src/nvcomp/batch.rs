@@ -18,7 +18,7 @@ use crate::pinned::Pinned;
 /// Alignment of everything in a call's memory: more than any codec asks for.
 const ALIGN: usize = 256;
 
-/// What a call does with its blocks.
+/// The work of a call on its blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// Blocks of planes become coded blocks, of whatever size.
@@ -32,7 +32,7 @@ pub(super) enum Direction {
 pub(super) struct Item {
     /// The plane or the stream.
     pub(super) data: Vec<u8>,
-    /// Where each block lies in it, and the bytes that it may become.
+    /// The range of each block in it, and the bytes that it may become.
     pub(super) blocks: Vec<(Range<usize>, usize)>,
 }
 
@@ -47,11 +47,11 @@ impl Item {
     }
 }
 
-/// What a call needs, and where everything lies: at the same places on the device and in pinned
-/// memory, except the scratch memory, which is only on the device.
+/// The memory that a call needs, and its layout: the same offsets on the device and in pinned memory, except for the
+/// scratch memory, which is only on the device.
 ///
-/// Four arrays of 8 bytes for each block come first (inputs, their sizes, outputs, capacities), then the data. What
-/// comes back follows: a size of 8 bytes and a status of 4 for each block, and the outputs.
+/// Four arrays of 8 bytes for each block come first (inputs, their sizes, outputs, capacities), then the data. The
+/// results follow: a size of 8 bytes and a status of 4 for each block, and the outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Parts {
     count: usize,
@@ -134,7 +134,7 @@ impl Lane {
         items: &[&Item],
     ) -> Result<(Shape, Needs)> {
         // Not the longest of these blocks: ANS would write other bytes then, and a plane's bytes
-        // must not depend on the planes beside it.
+        // must not depend on the other planes of the call.
         let mut shape = Shape { blocks: 0, max_block: codec.block(), total: 0 };
         for item in items {
             shape.blocks += item.blocks.len();
@@ -152,7 +152,7 @@ impl Lane {
         Ok((shape, needs))
     }
 
-    /// Codes the blocks of all items; returns what each block became, item by item.
+    /// Codes the blocks of all items; returns the outcome of each block, item by item.
     ///
     /// # Safety
     /// To decode: an encoder of this bitstream wrote the blocks.
@@ -271,8 +271,8 @@ impl Call<'_> {
         }
     }
 
-    /// Copies arrays and data to the device. The library does not write every byte of what it counts as
-    /// output: streams would keep what happened to be there.
+    /// Copies arrays and data to the device. The library does not write every byte that it counts as output: without
+    /// this, streams would keep whatever was in that memory.
     fn up(&self) -> Result<()> {
         let (len, out) = (self.parts.answers_at(), self.parts.out_at());
         let address = self.device.address();
@@ -298,7 +298,7 @@ impl Call<'_> {
         unsafe { self.pinned.slice(at, len) }
     }
 
-    /// What each block became; an item has an error unless all its blocks succeeded.
+    /// The outcome of each block; an item has an error unless all its blocks succeeded.
     fn answers(
         &self,
         id: CodecId,

@@ -78,7 +78,7 @@ pub fn snappy(library: &Arc<Nvcomp>) -> Batched<NoOptions, SortingDecompress> {
     Batched::open(library, CodecId::SNAPPY, *library.snappy(), encode, sorting())
 }
 
-/// How ANS interprets the bytes of a plane.
+/// The type of a plane's values, for ANS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnsMode {
     /// Bytes: for exponent planes.

@@ -8,7 +8,7 @@ use s4_format::manifest::ClosedCodec;
 
 use super::error::Result;
 
-/// What a batch needs.
+/// The scratch memory and the alignments that a batch needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Needs {
     /// Bytes of scratch memory.
@@ -42,7 +42,7 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// this codec.
     fn unit(&self) -> usize;
 
-    /// What the manifest must list if this codec is used: `None` for open bitstreams.
+    /// The entry that the manifest must list if this codec is used: `None` for open bitstreams.
     fn closed(&self) -> Option<ClosedCodec>;
 
     /// The most bytes that a block of `len` bytes is coded in: the room to give to each output.
@@ -51,14 +51,14 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// `Block` if the codec has no such blocks; errors of the library.
     fn bound(&self, len: usize) -> Result<usize>;
 
-    /// What encoding such a batch needs. The device of `stream`, a `CUstream`, must be current on
-    /// this thread; nothing is enqueued.
+    /// The memory that encoding such a batch needs. The device of `stream`, a `CUstream`, must be
+    /// current on this thread; nothing is enqueued.
     ///
     /// # Errors
     /// `Block` if the codec has no such blocks; errors of the library.
     fn encode_needs(&self, shape: Shape, stream: u64) -> Result<Needs>;
 
-    /// What decoding such a batch needs; as [`Self::encode_needs`].
+    /// The memory that decoding such a batch needs; as [`Self::encode_needs`].
     ///
     /// # Errors
     /// As [`Self::encode_needs`].

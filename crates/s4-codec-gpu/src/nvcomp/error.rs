@@ -2,7 +2,7 @@
 
 use s4_format::CodecId;
 
-/// What went wrong before any block was coded. The outcome of each block is in its status.
+/// Errors before any block was coded. The outcome of each block is in its status.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The library is missing, unfit, or refused a call.

@@ -20,7 +20,7 @@ use crate::device::Device;
 use crate::error::GpuError;
 use crate::memory::Pool;
 
-/// Calls that run side by side on a device: one is worked on while another is copied.
+/// Calls that run in parallel on a device: one is worked on while another is copied.
 const LANES: usize = 2;
 /// Device memory of all calls on a device, in bytes.
 const SCRATCH: u64 = 256 << 20;
@@ -130,7 +130,7 @@ impl Host {
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Codes an item, together with those of other threads; returns what each block became.
+    /// Codes an item, together with those of other threads; returns the outcome of each block.
     ///
     /// # Safety
     /// To decode: an encoder of this bitstream wrote the blocks.

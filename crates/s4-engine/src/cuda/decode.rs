@@ -4,15 +4,16 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, status};
+use s4_codec_gpu::abi::{self, CopySpan, DecodeChunk, status};
 use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
+use s4_format::CodecId;
 use s4_format::limits::ALIGN;
 use s4_predict::Tensor;
 
 use super::Host;
 use super::error::{CudaError, Of, Result};
 use super::job::{Batch, Filled, FrameJob, Frames, check};
-use super::nvcomp::{Answers, Trusted};
+use super::nvcomp::Trusted;
 use super::route::{decode_route, position};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session};
@@ -56,7 +57,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let filled = self.take(Batch { ordinal, len, jobs })?;
-        // SAFETY: what used the slot is done.
+        // SAFETY: the slot's previous work is done.
         fill(unsafe { filled.frames.pinned.slice_mut(0, len) })?;
         Ok(self.start(filled)?)
     }
@@ -73,7 +74,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
     ) -> Result<(), E> {
         let len = usize::try_from(to.bytes()).unwrap_or(usize::MAX);
         let filled = self.take(Batch { ordinal: to.ordinal(), len, jobs: vec![] })?;
-        // SAFETY: what used the slot is done.
+        // SAFETY: the slot's previous work is done.
         fill(unsafe { filled.frames.pinned.slice_mut(0, len) })?;
         self.queue(to.ordinal())?.send(filled.slot, to, len)?;
         Ok(())
@@ -102,9 +103,9 @@ impl<'s, 'a> Decoder<'s, 'a> {
         })
     }
 
-    /// Waits for everything that was pushed, and returns the indices of tensors with differences or
-    /// copies that the kernels did not decode. Their memory is then unspecified, and the caller
-    /// must decode them another way, which also tells what is wrong.
+    /// Waits for everything that was pushed. Returns the indices of tensors with differences or
+    /// copies that the kernels did not decode: their memory is then unspecified, and the caller
+    /// must decode them another way, which also finds the error.
     ///
     /// # Errors
     /// As [`Decoder::push`].
@@ -137,7 +138,7 @@ struct Launch<'a> {
     /// Index of the job, route, descriptor.
     chunks: Vec<(usize, abi::Route, DecodeChunk)>,
     spans: Vec<CopySpan>,
-    /// What precedes the descriptors, and its bytes.
+    /// Data that precedes the descriptors, and its size in bytes.
     extras: Vec<Extra<'a>>,
     extra_len: usize,
     scratch: u64,
@@ -168,7 +169,7 @@ pub(super) struct Busy<'a> {
     asked: Vec<(usize, usize)>,
     /// Bytes of meta memory in use.
     pub(super) meta: usize,
-    /// What the chunks of a tensor share, by the tensor's index.
+    /// The place of the data that the chunks of a tensor share, by the tensor's index.
     sets: HashMap<usize, SetPlace>,
 }
 
@@ -177,6 +178,15 @@ impl<'a> Busy<'a> {
         let (by_library, answers, asked) = Default::default();
         Self { jobs, frames, by_library, answers, asked, meta: 0, sets: HashMap::new() }
     }
+}
+
+/// The library's answers for a call's blocks, once they have arrived.
+pub(super) struct Answers {
+    pub(super) id: CodecId,
+    /// Where sizes and statuses lie in the slot's memory for descriptors.
+    pub(super) at: usize,
+    pub(super) expected: Vec<u64>,
+    pub(super) jobs: Vec<usize>,
 }
 
 pub(super) struct DecodeQueue<'s, 'a> {
@@ -295,15 +305,15 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             _ => Ok(None),
         };
         let Ok(rows) = rows else { return Ok(false) };
-        let direct = has_one_place(job);
+        let direct = job.has_one_place();
         let width = job.spec.dtype.value_width() as u64;
         let own = abi::decode_scratch(route, chunk.n.into(), width, chunk.frame_len.into());
         let own = if chunk.plain != 0 { 0 } else { own.next_multiple_of(16) };
         let values = if direct { 0 } else { job.bytes.next_multiple_of(16) };
-        let spans: u64 = job.pieces.iter().map(|p| p.to.bytes().div_ceil(COPY_SPAN_BYTES)).sum();
+        let spans = job.copies(0).count();
         let sizes = self.session.sizes;
         let extra = set_len + rows.as_ref().map_or(0, Rows::len);
-        let more = extra + CHUNK + 4 + spans as usize * SPAN + 64;
+        let more = extra + CHUNK + 4 + spans * SPAN + 64;
         if !job.at.is_multiple_of(ALIGN)
             || own + values > sizes.scratch
             || more > sizes.meta as usize
@@ -349,7 +359,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         (chunk.first, chunk.cols) = (first, cols);
         chunk.tables = place.tables();
         if !direct {
-            cut_pieces(job, chunk.values, &mut launch.spans);
+            launch.spans.extend(job.copies(chunk.values));
         }
         launch.scratch += own + values;
         launch.chunks.push((number, route, chunk));
@@ -451,7 +461,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
                 self.undone.insert(job.tensor);
                 continue;
             }
-            // The CPU says what is wrong, or can do what the kernels cannot.
+            // The CPU reports the error, or can do what the kernels cannot.
             self.decode_on_host(&busy.frames, job)?;
             if matches!(found, status::FRAME_CHECKSUM | status::VALUE_CHECKSUM) {
                 let what = "the device found a wrong checksum where the CPU found a right one";
@@ -482,25 +492,5 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             unsafe { worker.copy.copy_to_device(bounce, from, len, to.address()) }?;
         }
         Ok(worker.copy.synchronize()?)
-    }
-}
-
-/// Whether a whole chunk goes to a single place.
-pub(super) fn has_one_place(job: &FrameJob<'_>) -> bool {
-    matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes)
-}
-
-/// The spans that copy a chunk's pieces from its values to their destinations.
-pub(super) fn cut_pieces(job: &FrameJob<'_>, values: u64, spans: &mut Vec<CopySpan>) {
-    job.pieces.iter().for_each(|p| cut(values + p.from, p.to, spans));
-}
-
-/// Spans of `COPY_SPAN_BYTES` at most from `from` to a piece's place.
-fn cut(from: u64, to: DeviceMemory, spans: &mut Vec<CopySpan>) {
-    let mut done = 0;
-    while done < to.bytes() {
-        let len = COPY_SPAN_BYTES.min(to.bytes() - done);
-        spans.push(CopySpan { from: from + done, to: to.address() + done, len });
-        done += len;
     }
 }

@@ -41,16 +41,16 @@ pub(super) struct EncodeQueue<'a> {
     /// The most table sets that the parents of a chunk of the current tensor have: their room is already counted.
     parent_sets: u32,
     in_flight: VecDeque<Group<'a>>,
-    /// How many chunks of the first group were handed on.
+    /// Number of chunks of the first group that were handed on.
     handed: usize,
     free: Vec<usize>,
     scratch: Scratch,
     values: Vec<u8>,
     /// Frames that the host encoded for the chunks that were taken last.
     frames: Vec<Vec<u8>>,
-    /// Where the next group's frames go.
+    /// The destination of the next group's frames.
     open: OpenPiece,
-    /// How many groups were cut so far.
+    /// Number of groups cut so far.
     groups: u32,
 }
 
@@ -121,8 +121,8 @@ impl<'a> EncodeQueue<'a> {
         })
     }
 
-    /// What a chunk needs after the descriptors: what its tensor's chunks share, if `shared`, and
-    /// the offsets of its rows.
+    /// Data that a chunk needs after the descriptors: the data that its tensor's chunks share, if
+    /// `shared`, and the offsets of its rows.
     fn extras(
         &self,
         member: &Member,
@@ -156,7 +156,7 @@ impl<'a> EncodeQueue<'a> {
         let mut group = Group { slot, ..Group::default() };
         let mut used = Room { meta: TOTAL + 2 * SPAN + 64, ..Room::default() };
         self.parent_sets = 0;
-        // What the last tensor's chunks share.
+        // The last tensor, and the place of the data that its chunks share.
         let mut known: Option<(usize, SetPlace)> = None;
         while let Some(mut member) = self.member() {
             let (mut set, mut rows) = (None, None);
@@ -382,9 +382,8 @@ impl<'a> EncodeQueue<'a> {
             };
             let at = member.at * size_of::<EncodeChunk>();
             to[at..at + size_of::<EncodeChunk>()].copy_from_slice(bytemuck::bytes_of(&chunk));
-            for first in (0..member.copy_room()).step_by(abi::COPY_SPAN_BYTES as usize) {
-                let len = abi::COPY_SPAN_BYTES.min(member.bytes - first);
-                let span = CopySpan { from: member.values + first, to: member.copy + first, len };
+            let copied = if member.fixed { 0 } else { member.bytes };
+            for span in CopySpan::cut(member.values, member.copy, copied) {
                 to[copies_at as usize..][..SPAN as usize]
                     .copy_from_slice(bytemuck::bytes_of(&span));
                 copies_at += SPAN;
@@ -526,8 +525,8 @@ impl<'a> EncodeQueue<'a> {
         Ok(found.into_iter().map(frame).collect())
     }
 
-    /// Where the frame of a chunk of the first group lies in its slot; `None`: it has none, and its
-    /// values were copied to `self.values`.
+    /// The place of a chunk's frame in the first group's slot; `None`: it has none, and its values
+    /// were copied to `self.values`.
     fn locate(&mut self, member: &Member) -> Result<Option<(usize, usize, EncodedChunk)>> {
         let Some(group) = self.in_flight.front() else { return Ok(None) };
         let worker = &self.session.worker;
@@ -610,7 +609,7 @@ impl<'a> EncodeQueue<'a> {
         }
         let job = EncodeJob { view: &view, plan, chunk, inputs: &given };
         let encoded = if gone {
-            // An input no longer holds what was stored of it.
+            // An input has changed since it was stored.
             Ok(plain(&self.values, frame))
         } else {
             let own = (chunk << plan.chunk_log2, &self.values[..]);
@@ -634,8 +633,8 @@ fn result_of(session: &Session<'_>, group: &Group<'_>, member: &Member) -> Encod
     bytemuck::pod_read_unaligned(unsafe { session.worker.slots[group.slot].pinned.slice(at, size) })
 }
 
-/// Whether the kernels encoded a chunk, and decoded its input's frames, if any, or found the
-/// input's values to be what was stored.
+/// Whether the kernels encoded a chunk and, if it has an input, decoded the input's frames or found
+/// that its values are the stored ones.
 fn is_sound(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
     let (first, count) = member.statuses;
     let pinned = &session.worker.slots[group.slot].pinned;
@@ -648,7 +647,7 @@ fn is_sound(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
     decoded && !changed && u32::from(result_of(session, group, member).status) == status::OK
 }
 
-/// Whether values of the same checkpoint that a chunk is predicted from are no longer what was stored of them.
+/// Whether values of the same checkpoint that a chunk is predicted from have changed since they were stored.
 fn has_changed(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
     let pinned = &session.worker.slots[group.slot].pinned;
     let found = session.pinned_meta() + group.sums_at() as usize;

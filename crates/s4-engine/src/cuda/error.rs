@@ -1,4 +1,4 @@
-//! What can go wrong while a device encodes or decodes.
+//! Errors of encoding and decoding on a device.
 
 use s4_codec_gpu::GpuError;
 
@@ -15,7 +15,7 @@ pub enum CudaError {
     Format {
         /// Index of the tensor in the caller's list.
         tensor: usize,
-        /// What is wrong.
+        /// The error.
         source: s4_format::Error,
     },
 }

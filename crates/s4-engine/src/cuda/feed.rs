@@ -114,7 +114,7 @@ struct Filling<'a, E> {
     number: usize,
     filled: Filled<'a>,
     parts: usize,
-    /// What became of each part.
+    /// The outcome of each part.
     done: Receiver<Result<(), E>>,
 }
 
@@ -153,7 +153,7 @@ impl<'a, E: Send> Filling<'a, E> {
     }
 }
 
-/// Waits until all parts are filled; false if a thread ended without saying what became of its part.
+/// Waits until all parts are filled; false if a thread ended without reporting the outcome of its part.
 fn wait<E>(pool: &ThreadPool, parts: usize, done: &Receiver<Result<(), E>>) -> Result<bool, E> {
     for _ in 0..parts {
         let part = loop {

@@ -6,12 +6,10 @@ use s4_codec_gpu::abi::{COPY_ROW_BYTES, COPY_SPAN_BYTES, CopyRows};
 use s4_codec_gpu::{GpuError, Stream};
 
 use super::error::{CudaError, Result};
-use super::worker::{Session, Worker};
+use super::worker::{PLAN_SLOTS, Session, Worker};
 use crate::DeviceMemory;
 
 const DESCRIPTOR: usize = size_of::<CopyRows>();
-/// Slots that batches take turns in: one is copied while the previous one is handed on.
-pub(super) const SLOTS: usize = 2;
 /// The first batch takes this part of a slot: while it is copied, nothing is handed on.
 const FIRST: u64 = 8;
 
@@ -164,7 +162,7 @@ pub(super) fn run<E: From<CudaError>>(
             batch.bytes + bytes <= most && (rows + more) * DESCRIPTOR as u64 <= sizes.meta
         };
         if !room(&batch, most) && !batch.items.is_empty() {
-            let next = Batch { slot: (batch.slot + 1) % SLOTS, ..Batch::default() };
+            let next = Batch { slot: (batch.slot + 1) % PLAN_SLOTS, ..Batch::default() };
             let full = std::mem::replace(&mut batch, next);
             start(sessions, &full)?;
             hand_on(sessions, before.replace(full), &mut sink)?;

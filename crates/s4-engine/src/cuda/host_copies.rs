@@ -108,7 +108,7 @@ impl HostCopies {
         Ok(())
     }
 
-    /// The copies, in the order of what was copied.
+    /// The copies, in the order of their sources.
     pub fn values(&self) -> impl Iterator<Item = &[u8]> {
         self.places.iter().map(|&(at, bytes)| match &self.pinned {
             // SAFETY: nothing writes there once the copies are made.

@@ -1,8 +1,9 @@
-//! What to decode, and where its frames lie.
+//! Frames to decode, and their places.
 
 use std::sync::Arc;
 
-use s4_codec_gpu::{GpuError, Pinned, abi};
+use s4_codec_gpu::abi::{self, CopySpan};
+use s4_codec_gpu::{GpuError, Pinned};
 use s4_format::ChunkRecord;
 
 use super::error::{Of, Result};
@@ -13,9 +14,9 @@ use crate::{TensorSpec, moment_dtypes};
 /// Bytes of a decoded chunk, and where they go.
 #[derive(Debug, Clone, Copy)]
 pub struct Piece {
-    /// Where they start in the chunk's values.
+    /// Their offset in the chunk's values.
     pub from: u64,
-    /// Where they go.
+    /// Their destination.
     pub to: DeviceMemory,
 }
 
@@ -24,24 +25,25 @@ pub struct Piece {
 pub struct FrameJob<'a> {
     /// Index of the tensor, for errors.
     pub tensor: usize,
-    /// What decoding needs to know of the tensor. Jobs with the same index have the same spec.
+    /// The properties of the tensor that decoding needs. Jobs with the same index have the same
+    /// spec.
     pub spec: TensorSpec<'a>,
     /// Index of the chunk.
     pub chunk: u64,
     /// Its record.
     pub record: ChunkRecord,
-    /// Where its frame starts in the bytes that are pushed with it.
+    /// Offset of its frame in the bytes that are pushed with it.
     pub at: usize,
     /// Bytes of its values.
     pub bytes: u64,
-    /// Which of them are wanted, and where: all on one device, without overlap. For a difference
-    /// from a parent it is a single piece, the whole chunk; the parent's values lie there, or
-    /// earlier calls put them there.
+    /// The wanted parts of the values, and their destinations: all on one device, without overlap.
+    /// A difference from a parent has a single piece, the whole chunk; the parent's values are
+    /// already there, or earlier calls put them there.
     pub pieces: Vec<Piece>,
-    /// For a copy, where the values that it is a copy of already lie; for a rounded copy they have twice its bytes.
+    /// For a copy, the place where the values that it copies already lie; for a rounded copy they have twice its bytes.
     pub input: Option<DeviceMemory>,
-    /// For weights predicted from moments, or with contexts from them, where the values of both moments already lie, as
-    /// many as its own; twice the same if there is one.
+    /// For weights predicted from moments, or with contexts from them: the places where all values of both moments
+    /// already lie, as many for each as the tensor has; the same memory twice if there is only one moment.
     pub moments: Option<[DeviceMemory; 2]>,
 }
 
@@ -55,6 +57,17 @@ impl FrameJob<'_> {
     /// Whether it is a difference from the parent's values.
     pub(super) fn is_delta(&self) -> bool {
         self.spec.plan.is_delta() && !self.record.plain
+    }
+
+    /// Whether the whole chunk goes to a single place.
+    pub(super) fn has_one_place(&self) -> bool {
+        matches!(&self.pieces[..], [p] if p.to.bytes() == self.bytes)
+    }
+
+    /// The spans that copy its pieces from the chunk's values, at an address, to their destinations.
+    pub(super) fn copies(&self, values: u64) -> impl Iterator<Item = CopySpan> {
+        let copies = move |p: &Piece| CopySpan::cut(values + p.from, p.to.address(), p.to.bytes());
+        self.pieces.iter().flat_map(copies)
     }
 }
 
@@ -78,7 +91,7 @@ pub(super) struct Filled<'a> {
     pub(super) frames: Frames,
 }
 
-/// Where the frames of a batch lie.
+/// The place of a batch's frames.
 pub(super) struct Frames {
     pub(super) pinned: Arc<Pinned>,
     pub(super) at: usize,
@@ -120,10 +133,9 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
             p.from.checked_add(p.to.bytes()).is_some_and(|end| end <= job.bytes)
                 && p.to.ordinal() == ordinal
         };
-        let all = matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes);
         let whole = job.bytes.is_multiple_of(width)
             && job.bytes <= abi::MAX_DECODE_BYTES
-            && (all || !job.is_delta());
+            && (job.has_one_place() || !job.is_delta());
         let of_input = job.bytes.checked_mul(scale(job.spec.plan));
         let input = job.input.is_none_or(|m| m.ordinal() == ordinal && of_input == Some(m.bytes()));
         let moments = job.moments.is_none_or(|m| has_moments(job, m, ordinal));

@@ -8,7 +8,7 @@
 //! device memory that is free. Frames come in memory that callers may hold on to ([`EncodedFrame::held`]).
 //!
 //! Chunks that need what the kernels lack (`zstd`, `token`) are copied to the host and handled by the CPU engine,
-//! with the same bytes. Deliberately absent: threads of its own, where frames are kept.
+//! with the same bytes. Deliberately absent: threads of its own, and the storage of frames.
 
 mod decode;
 mod encode;
@@ -36,6 +36,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytes::Bytes;
 use rayon::ThreadPool;
+use s4_codec_cpu::Codecs;
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
 use s4_format::manifest::ClosedCodec;
 use s4_format::{Error, PredictorId};
@@ -51,7 +52,8 @@ pub use pieces::FrameMemory;
 pub use staging::{StagedCopies, Stager};
 
 pub use crate::DeviceMemory;
-use crate::engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
+use crate::engine::{EncodedFrame, Engine, Jobs, TensorValues};
+use crate::error::TensorError;
 use crate::threads::lock;
 use crate::{CpuEngine, Inputs, Preset, TensorPlan};
 use encode::EncodeQueue;
@@ -62,7 +64,7 @@ use pieces::Pieces;
 use plan::device_memory;
 use worker::{ENOUGH_TO_DECODE, ENOUGH_TO_ENCODE, Session, Task, Work, Worker};
 
-/// How much memory the engine may take.
+/// Limits on the engine's memory, and its vector instructions.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
     /// Scratch memory on each device while a call runs, in bytes: at least 16 MiB. A call takes at most an eighth of
@@ -141,7 +143,7 @@ impl CudaOptions {
     /// The device memory and the pinned memory of a worker.
     fn share(&self, task: Task) -> (u64, u64) {
         let Self { scratch, pinned, .. } = *self;
-        // The fewer batches samples come in, the less often all threads wait for the last plan of one.
+        // With fewer batches of samples, all threads wait less often for the last plan of a batch.
         let planning = (scratch.min(1 << 30) / 8, pinned / 2);
         match task {
             _ if !self.plans_apart() => (scratch, pinned),
@@ -250,6 +252,13 @@ impl CudaEngine {
         Self { cuda, host, options, copies, library: Mutex::default(), workers: Mutex::default() }
     }
 
+    /// The engine with further codecs. Planes that are coded with them are encoded and decoded on the CPU.
+    #[must_use]
+    pub fn with_codecs(mut self, codecs: &Codecs) -> Self {
+        self.host.cpu = self.host.cpu.and_codecs(codecs);
+        self
+    }
+
     /// The devices.
     pub fn cuda(&self) -> &Cuda {
         &self.cuda
@@ -262,8 +271,8 @@ impl CudaEngine {
         Chunks { device: read(device), host: read(host), refused: read(refused) }
     }
 
-    /// The most device memory, in bytes, that the engine held at once on a device; 0 for one that was not used. It waits for
-    /// calls that use the device.
+    /// The most device memory, in bytes, that the engine held on a device at one time; 0 for a device that was not
+    /// used. Waits for calls that use the device.
     pub fn scratch_high_water(&self, ordinal: u32) -> u64 {
         let workers = lock(&self.workers);
         let own: Vec<_> = workers.range((ordinal, Task::Code)..=(ordinal, Task::Plan)).collect();
@@ -478,7 +487,7 @@ impl CudaEngine {
             let worker = match known {
                 Some(worker) => worker,
                 None => {
-                    // Opening a device may take seconds: nobody waits for it who works on another one.
+                    // Opening a device may take seconds: calls on other devices do not wait for it.
                     let device = self.cuda.device(ordinal)?;
                     let worker = Worker::new(task, device, self.options.share(task))?;
                     let mut workers = lock(&self.workers);

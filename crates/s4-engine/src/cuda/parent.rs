@@ -10,7 +10,7 @@ use super::route::{decode_route, position};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use crate::{Input, InputFrame, InputSize};
 
-/// Whether a frame is a difference from what was decoded before.
+/// Whether a frame is a difference from the values decoded before.
 fn is_delta(frame: &InputFrame<'_>) -> bool {
     frame.spec.plan.is_delta() && !frame.record.plain
 }
@@ -35,7 +35,7 @@ struct Entry {
 /// The frames of a group's parents, in levels: those that need no input, those that need the first level, and so on.
 pub(super) struct Levels<'a> {
     levels: Vec<Vec<Entry>>,
-    /// What precedes the descriptors.
+    /// Data that precedes the descriptors.
     extras: Vec<Extra<'a>>,
     /// Bytes of extras, descriptors and statuses, and the most that there is room for.
     used: usize,
@@ -47,7 +47,7 @@ pub(super) struct Levels<'a> {
     tensor: usize,
 }
 
-/// Where [`Levels`] lie in a slot's descriptors.
+/// The places of [`Levels`] in a slot's descriptors.
 pub(super) struct LevelPlaces {
     /// First byte, a multiple of 16, and the end of what the device reads.
     pub(super) start: usize,
@@ -57,7 +57,7 @@ pub(super) struct LevelPlaces {
     pub(super) frames: usize,
 }
 
-/// Where a chunk's parent is decoded.
+/// The place that a chunk's parent is decoded to.
 pub(super) struct Target {
     pub(super) job: usize,
     pub(super) tensor: usize,
@@ -118,7 +118,7 @@ impl<'a> Levels<'a> {
         true
     }
 
-    /// Adds what a frame needs besides its descriptor; `None`: there is no room, or it is not sound.
+    /// Adds the data that a frame needs besides its descriptor; `None`: there is no room, or it is not sound.
     fn extras_of(
         &mut self,
         frame: &InputFrame<'a>,
@@ -167,7 +167,7 @@ impl<'a> Levels<'a> {
         self.levels.is_empty()
     }
 
-    /// Where everything lies if it starts at `start`.
+    /// The places of all parts if the first starts at `start`.
     pub(super) fn places(&self, start: usize) -> LevelPlaces {
         let frames = self.levels.iter().map(Vec::len).sum::<usize>();
         let start = start.next_multiple_of(16);
@@ -233,7 +233,7 @@ pub(super) fn size(frames: &[InputFrame<'_>]) -> InputSize {
     InputSize { bytes: each.sum(), frames: u32::try_from(frames.len()).unwrap_or(u32::MAX) }
 }
 
-/// Bytes that a chunk's parent takes in a slot: what it is decoded from, or its values if they are more.
+/// Bytes that a chunk's parent takes in a slot: its frames, or its values if they are more.
 pub(super) fn stored(size: InputSize, bytes: u64) -> u64 {
     size.bytes.max(bytes).checked_next_multiple_of(ALIGN as u64).unwrap_or(u64::MAX)
 }

@@ -1,7 +1,7 @@
 //! Page-locked memory that encoded frames stay in for as long as somebody needs them.
 //!
 //! Locking a page takes longer than copying to it, so pieces are taken when they are needed and kept for later calls.
-//! Where the budget does not allow another one, frames are handed on in the ring of their device.
+//! If the budget does not allow another piece, frames are handed on in the ring of their device.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, Weak};
@@ -18,7 +18,7 @@ const LARGEST_PIECE: u64 = 32 << 20;
 const SMALLEST_PIECE: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 /// Number of pieces that a budget has room for, if they can be that small.
 const PIECES_IN_BUDGET: u64 = 8;
-/// What memory for copies is for, in errors.
+/// The purpose of memory for copies, in errors.
 const COPIES: &str = "page-locked memory for a copy of the tensors";
 /// One part in this many of the budget is for frames that outlive their call: the rest is for the next call.
 const KEPT: u64 = 2;
@@ -26,7 +26,7 @@ const KEPT: u64 = 2;
 /// Page-locked memory for encoded frames, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FrameMemory {
-    /// What was taken from the system and not given back, including copies of values ([`super::HostCopies`]).
+    /// Bytes taken from the system and not given back, including copies of values ([`super::HostCopies`]).
     pub taken: u64,
     /// The part of it that holds neither frames nor copies.
     pub idle: u64,
@@ -34,7 +34,7 @@ pub struct FrameMemory {
     pub kept: u64,
     /// The most that may be taken.
     pub budget: u64,
-    /// How often the system was asked for memory, so far.
+    /// Number of requests to the system for memory so far.
     pub pieces: u64,
 }
 
@@ -49,12 +49,12 @@ pub(super) struct Pieces {
 #[derive(Debug)]
 struct Held {
     idle: Vec<Arc<Pinned>>,
-    /// Memory of copies that are gone, for the next ones.
+    /// Memory of freed copies, for the next ones.
     spare: Option<Pinned>,
     memory: FrameMemory,
     /// The device that the last piece was taken for.
     device: Option<Arc<Device>>,
-    /// Pieces by address: all that exist, and some that are gone.
+    /// Pieces by address: all that exist, and some that were freed.
     known: BTreeMap<usize, Weak<Pinned>>,
 }
 
@@ -78,7 +78,7 @@ impl Pieces {
         FrameMemory { idle: spare + held.idle.len() as u64 * self.size, ..held.memory }
     }
 
-    /// Sets the budget. Idle memory beyond it goes back to the system at once, the rest once it is idle.
+    /// Sets the budget. Idle memory beyond it goes back to the system immediately, the rest once it is idle.
     pub(super) fn limit(&self, budget: u64) {
         lock(&self.held).memory.budget = budget;
         self.shrink(budget);

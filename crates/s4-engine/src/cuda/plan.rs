@@ -13,7 +13,8 @@ use super::CudaEngine;
 use super::error::{CudaError, Result};
 use super::fetch::{self, Rows};
 use super::worker::{Session, Task};
-use crate::engine::{TensorError, TensorValues, each};
+use crate::engine::{TensorValues, each};
+use crate::error::TensorError;
 use crate::planner::{Sample, TensorFacts};
 use crate::{
     DeviceMemory, Inputs, Moment, ParentSample, Preset, Scratch, TensorPlan, Values, planner,
@@ -22,7 +23,7 @@ use crate::{
 /// Large tensors are kept until they add up to this many bytes: then there are enough of them for all threads.
 const LATER: u64 = 128 << 20;
 
-/// A tensor whose row and column offsets must be fitted, and what was fetched of it.
+/// A tensor whose row and column offsets must be fitted, and the data fetched of it so far.
 struct Waiting {
     tensor: usize,
     grid: Grid,
@@ -136,7 +137,7 @@ impl CudaEngine {
             owners.extend(own.iter().map(|_| i));
             items.extend(own);
         }
-        // Tensors of several items, which threads then plan side by side.
+        // Tensors of several items, which threads then plan in parallel.
         let mut later: Vec<Waiting> = vec![];
         fetch::run::<E>(sessions, &items, |batch| {
             let mut now = vec![];
@@ -266,7 +267,7 @@ fn probes_of<E>(given: &Given<'_, E>, tensor: usize) -> Vec<Range<u64>> {
     }
 }
 
-/// What was fetched of a tensor, one part after the other.
+/// The data fetched of a tensor, one part after the other.
 struct Fetched<'a> {
     alone: &'a [u8],
     probes: &'a [u8],
@@ -275,7 +276,7 @@ struct Fetched<'a> {
     grid: &'a [u8],
 }
 
-/// Splits what was fetched of a tensor into its parts.
+/// Splits the data fetched of a tensor into its parts.
 fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> Fetched<'b> {
     let t = &given.tensors[tensor];
     let (width, values) = (t.dtype.value_width() as u64, t.values.bytes());

@@ -1,4 +1,4 @@
-//! Which kernels a chunk is for, and its descriptor.
+//! The choice of kernels for a chunk, and its descriptor.
 
 use s4_codec_gpu::abi::{self, Route, coding, prediction};
 use s4_format::layout::{MAX_PLANES, Planes};
@@ -11,7 +11,7 @@ use s4_format::{
 use super::sets::{class, float};
 use crate::{PlaneCoding, TensorPlan, TensorSpec};
 
-/// What the kernels predict values from; [`prediction_of`] gives `None` for ways that they lack.
+/// The ways in which the kernels can predict values; [`prediction_of`] gives `None` for any other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Prediction {
     /// From nothing.
@@ -57,7 +57,7 @@ fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
     }
 }
 
-/// What descriptors say of a plan besides its layout and residual.
+/// The fields of descriptors that are derived from a plan, besides its layout and residual.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct PlanFields {
     pub(super) prediction: u8,
@@ -162,8 +162,8 @@ pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) 
     (chunk.saturating_mul(size), cols)
 }
 
-/// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or says what is wrong
-/// with it. A descriptor with a residual from an input also needs the input's values.
+/// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or reports the error in
+/// it. A descriptor with a residual from an input also needs the input's values.
 pub(super) fn decode_route(
     spec: &TensorSpec<'_>,
     record: &ChunkRecord,

@@ -1,5 +1,5 @@
-//! What chunks need in device memory besides their values and frames: tables, the offsets of rows and columns, and what
-//! moments are used for.
+//! Data that chunks need in device memory besides their values and frames: tables, the offsets of rows and columns, and
+//! the parameters for using moments.
 
 use s4_codec_cpu::rans::{Precision, Table, parse_tables};
 use s4_codec_gpu::abi::{self, SharedTable, TableSet};
@@ -14,7 +14,7 @@ use s4_predict::{Step, Tensor, Update};
 use crate::tables::SharedTables;
 use crate::{TensorPlan, TensorSpec, TensorValues, moment_dtypes};
 
-/// What the chunks of a tensor share.
+/// Data that the chunks of a tensor share.
 #[derive(Default)]
 pub(super) struct TensorSet<'a> {
     tables: Vec<SharedTable>,
@@ -22,11 +22,11 @@ pub(super) struct TensorSet<'a> {
     counts: [u32; MAX_PLANES],
     /// The offsets of the columns.
     columns: &'a [u8],
-    /// What the moments are used for, if there are some.
+    /// The use of the moments, if there are some.
     moments: Option<ByMoments>,
 }
 
-/// What moments are used for.
+/// The uses of moments.
 enum ByMoments {
     /// Contexts.
     Update(abi::Update),
@@ -47,7 +47,7 @@ impl ByMoments {
     }
 }
 
-/// Where a [`TensorSet`] lies.
+/// The place of a [`TensorSet`].
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct SetPlace {
     /// Address, or offset from one.
@@ -60,7 +60,7 @@ pub(super) struct SetPlace {
     moments: Option<usize>,
 }
 
-/// What only one chunk needs: the offsets of its rows.
+/// Data that only one chunk needs: the offsets of its rows.
 pub(super) struct Rows<'a> {
     head: abi::Offsets,
     rows: &'a [u8],
@@ -245,7 +245,7 @@ fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Off
     }
 }
 
-/// What a plan uses its tensor's moments for, if it does.
+/// The use that a plan makes of its tensor's moments, if any.
 fn by_moments(plan: &Plan, dtype: DType, side: &Side, one_table: u8) -> Result<Option<ByMoments>> {
     if !plan.has_moments() {
         return Ok(None);

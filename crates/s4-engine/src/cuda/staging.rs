@@ -17,9 +17,10 @@ const SPAN: usize = size_of::<CopySpan>();
 const ALIGN: u64 = 256;
 /// Devices map memory in pages of this size.
 const PAGE: u64 = 2 << 20;
-/// The driver copies tensors of at least this size, one by one; a kernel copies all others at once.
+/// The driver copies tensors of at least this size, one by one; a kernel copies all others
+/// together.
 const LARGE: u64 = 16 << 20;
-/// What the memory is for, in errors.
+/// The purpose of the memory, in errors.
 const WHAT: &str = "a copy of the tensors on the device";
 
 /// Copies device memory within one device.
@@ -39,7 +40,7 @@ pub struct StagedCopies {
     /// The memory that holds them; `None` if they have no bytes. It goes back to the device once
     /// the stager's stream is done.
     memory: Option<DeviceMapping>,
-    /// The copies, in the order of what was copied.
+    /// The copies, in the order of their sources.
     copies: Vec<DeviceMemory>,
     copied: Event,
     /// Descriptors that the device reads until the copies are done.
@@ -70,7 +71,7 @@ impl Stager {
     /// everything queued there later; this thread does not wait for them.
     ///
     /// The originals may be freed once [`StagedCopies::wait`] has returned, or earlier in the order of those streams.
-    /// The copies may be used at once: their stream, the stager's own, waits for them.
+    /// The copies may be used immediately: their stream, the stager's own, waits for them.
     ///
     /// # Errors
     /// `Budget` if there is no room for them, `OutOfMemory` if it was taken meanwhile, `Argument`
@@ -189,7 +190,7 @@ impl Stager {
 }
 
 impl StagedCopies {
-    /// The copies, in the order of what was copied.
+    /// The copies, in the order of their sources.
     pub fn memory(&self) -> &[DeviceMemory] {
         &self.copies
     }
@@ -235,14 +236,14 @@ impl Drop for StagedCopies {
     }
 }
 
-/// Where copies go.
+/// The places of the copies.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Plan {
-    /// For each tensor where its copy starts.
+    /// The start of each tensor's copy.
     places: Vec<u64>,
-    /// What the kernel copies: tensor, first byte, bytes.
+    /// The spans that the kernel copies: tensor, first byte, bytes.
     spans: Vec<(usize, u64, u64)>,
-    /// Where the kernel's descriptors start.
+    /// Start of the kernel's descriptors.
     descriptors: u64,
     /// Bytes that everything takes.
     bytes: u64,
@@ -266,7 +267,7 @@ impl Plan {
         plan
     }
 
-    /// Room for `bytes` bytes after what was placed before.
+    /// Room for `bytes` bytes after the parts placed so far.
     fn place(&mut self, bytes: u64) -> u64 {
         let at = self.bytes;
         self.bytes = at.saturating_add(bytes).next_multiple_of(ALIGN);

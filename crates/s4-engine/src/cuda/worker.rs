@@ -1,4 +1,4 @@
-//! What the engine holds on one device, and how it divides the memory that it may use.
+//! The engine's resources on one device, and the division of the memory that it may use.
 
 use std::sync::{Arc, MutexGuard};
 
@@ -7,9 +7,11 @@ use s4_format::limits::MAX_CHUNK_BYTES;
 
 use crate::DeviceMemory;
 
-/// Groups of chunks in flight at once: one whose parents are copied to the device, one being
-/// encoded, one being copied to the host, and one being handed on.
+/// Groups of chunks in flight at the same time: one whose parents are copied to the device, one
+/// being encoded, one being copied to the host, and one being handed on.
 pub(super) const SLOTS: usize = 4;
+/// Slots that batches of fetched values take turns in: one is copied while the previous one is handed on.
+pub(super) const PLAN_SLOTS: usize = 2;
 /// The most bytes of values in one group: two chunks for each multiprocessor of a large device. The
 /// kernels take nearly as long for fewer. (The default budgets allow 80 MiB.)
 const LARGEST_GROUP: u64 = 128 << 20;
@@ -23,15 +25,15 @@ const WHOLE: u64 = 3 << 29;
 const POLITE: u64 = 256 << 20;
 /// Work on few bytes takes at most this many times as much scratch memory, or `POLITE` if that is more.
 const SCRATCH_SHARE: u64 = 4;
-/// As much is enough to encode values that have no parent, and to decode: the link is slower than the kernels. More takes
-/// longer to map, and nothing is copied beside the first group and the last, which are larger then. But kernels are faster
-/// with larger groups, and those that encode run beside a training loop. Deltas wait for their kernels.
+/// Enough for encoding without a parent and for decoding, where the link is slower than the kernels. More memory takes
+/// longer to map, and no copy overlaps the first and the last group, which would be larger. But kernels are faster with
+/// larger groups, and those that encode share the device with a training loop. Deltas wait for their kernels.
 pub(super) const ENOUGH_TO_ENCODE: u64 = 512 << 20;
 pub(super) const ENOUGH_TO_DECODE: u64 = 320 << 20;
 /// A slot holds at least the largest frame.
 const SMALLEST_SLOT: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
-/// What a worker is for.
+/// The task of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Task {
     /// Encoding and decoding.
@@ -40,7 +42,7 @@ pub(super) enum Task {
     Plan,
 }
 
-/// What a session's memory is divided for.
+/// The work that a session's memory is divided for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     Encode,
@@ -52,7 +54,7 @@ impl Work {
     fn slots(self) -> u64 {
         match self {
             Self::Encode | Self::Decode => SLOTS as u64,
-            Self::Plan => super::fetch::SLOTS as u64,
+            Self::Plan => PLAN_SLOTS as u64,
         }
     }
 
@@ -66,7 +68,7 @@ impl Work {
     }
 }
 
-/// How memory is divided; in bytes, all multiples of 256.
+/// The division of memory; in bytes, all multiples of 256.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
     work: Work,
@@ -132,7 +134,7 @@ pub(super) struct Slot {
     pub(super) worked: Event,
     /// The copies are done.
     pub(super) copied: Event,
-    /// What the kernels need besides the caller's values has arrived.
+    /// The data that the kernels need besides the caller's values has arrived.
     pub(super) arrived: Event,
 }
 
@@ -140,10 +142,11 @@ pub(super) struct Slot {
 pub(super) struct Worker {
     pub(super) device: Arc<Device>,
     pub(super) compute: Arc<Stream>,
-    /// For kernels that may run beside those of `compute`, which waits for them.
+    /// For kernels that may run in parallel with those of `compute`, which waits for them.
     pub(super) beside: [Stream; 2],
     pub(super) copy: Arc<Stream>,
-    /// Copies to the device while `copy` copies from it: the link carries both at once.
+    /// Copies to the device while `copy` copies from it: the link carries both directions at the
+    /// same time.
     pub(super) up: Arc<Stream>,
     pub(super) pool: Arc<Pool>,
     /// The budgets of device memory and of pinned memory.
@@ -184,7 +187,7 @@ impl Worker {
         Ok((free / 8).max(POLITE.min(free / 2)))
     }
 
-    /// How to divide at most `most` bytes of device memory, or the least that will do.
+    /// The division of at most `most` bytes of device memory, or of the least that will do.
     fn sizes(&self, work: Work, most: u64) -> Result<Sizes> {
         let (scratch, pinned) = self.budgets;
         Sizes::cut(work, scratch.min(most.max(LEAST_DEVICE)), pinned)
@@ -217,7 +220,7 @@ const SCRATCH: &str = "scratch memory on the device";
 /// A worker in use: it has its device memory, and returns it when dropped.
 pub(super) struct Session<'a> {
     pub(super) worker: MutexGuard<'a, Worker>,
-    /// How its device memory is cut.
+    /// The division of its device memory.
     pub(super) sizes: Sizes,
     arena: Option<DeviceBuffer>,
     start: u64,
@@ -301,7 +304,7 @@ impl<'a> Session<'a> {
         self.frames(self.worker.slots.len())
     }
 
-    /// Where a slot's descriptors and results start in its pinned memory.
+    /// Offset of a slot's descriptors and results in its pinned memory.
     pub(super) fn pinned_meta(&self) -> usize {
         // A part of what was allocated.
         self.sizes.host_frames as usize
@@ -311,8 +314,8 @@ impl<'a> Session<'a> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         let Worker { compute, beside, copy, up, .. } = &*self.worker;
-        // No work may be in flight on memory that goes away. An error was reported before, or is of
-        // a device that is gone.
+        // No work may be in flight on memory that is about to be freed. An error was reported
+        // before, or the device was lost.
         for stream in [&**compute, &beside[0], &beside[1], &**copy, &**up] {
             let _ = stream.synchronize();
         }

@@ -12,11 +12,11 @@ use crate::{CpuEngine, Scratch};
 
 /// Shares of the parent that are tried, in 256ths.
 const SHARES: [u8; 12] = [16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 240, 255];
-/// How many values of the sample are looked at, at most.
+/// The most values of the sample that are examined.
 const LOOKED_AT: usize = 4096;
 
-/// What the rows and columns of a stored tensor predict for its values, if it is stored with them.
-/// `parent`: the same for its parent, if the plan predicts from one.
+/// The prediction that the rows and columns of a stored tensor make for its values, if it is stored
+/// with them. `parent`: the same for its parent, if the plan predicts from one.
 ///
 /// # Errors
 /// `Corrupt` or `Truncated` if its side data does not belong to it.
@@ -59,7 +59,7 @@ impl CpuEngine {
     }
 }
 
-/// By how much the magnitudes of some of the sample's values exceed the expected ones.
+/// The excess of the magnitudes of some of the sample's values over the expected ones.
 fn left_of(
     about: &TensorFacts<'_>,
     sample: &Sample<'_>,

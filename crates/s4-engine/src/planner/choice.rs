@@ -1,4 +1,4 @@
-//! Remembers what was chosen for a tensor, so that choosing again only checks whether it is still as good.
+//! Remembers the choice made for a tensor, so that the next time it only needs to be checked.
 
 use s4_format::layout::MAX_PLANES;
 use s4_format::side::SideKind;
@@ -10,19 +10,19 @@ use super::coding::{KnownPlane, PlannedPlane, RememberedPlane};
 use super::update::Shape;
 use crate::{Preset, TensorPlan};
 
-/// A choice holds while its cost is within this part of what it was: 8 means one in 8.
+/// A choice holds while its cost is within this part of the earlier cost: 8 means one in 8.
 const HOLDS: u64 = 8;
 /// The same for a choice made at another distance to the parent.
 const HOLDS_ELSEWHERE: u64 = 4;
-/// The same for a choice made for another tensor that is alike.
+/// The same for a choice made for another, similar tensor.
 const HOLDS_ALIKE: u64 = 16;
-/// A step's choice holds while it takes at most this part of the bits without a parent more than it did: it leaves so few
-/// bits that no other method comes near, whatever part of them is added.
+/// A remembered step is kept while its cost has grown by at most this part of the cost without a parent: a step leaves so
+/// few bits that no other method can compete, even after it has grown by that much.
 const STEP_HOLDS: u64 = 32;
 /// As long as it takes no more than this part more, no other constants or layouts are tried either.
 const STEP_HOLDS_AS_IS: u64 = 128;
-/// What was found of a plane of the same tensor is reused while its entropy stays within this part of the bits of all
-/// planes. What was found of another's is an estimate anyway, and is reused as long as the choice may hold.
+/// Findings about a plane of the same tensor are reused while its entropy stays within this part of the bits of all
+/// planes. Findings about another tensor's plane are estimates anyway, and are reused as long as the choice may hold.
 const PLANE_HOLDS: u64 = 128;
 /// A remembered difference is used again, without a comparison with the values stored without the
 /// parent, if it saves at least this part of what they took.
@@ -49,8 +49,9 @@ pub(super) enum Method {
     Blend,
 }
 
-/// What the planner chose for a tensor. Given to the planner for the same tensor of a later
-/// checkpoint, it is tried first, and nothing else is tried while it costs about what it did.
+/// The planner's choice for a tensor. Given to the planner for the same tensor of a later
+/// checkpoint, it is tried first, and nothing else is tried while it costs about the same as
+/// before.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     /// The preset by whose rules planes are coded: for a small tensor, `fast` if those make it smaller.
@@ -65,18 +66,18 @@ pub struct Choice {
     alone: u64,
     /// Whether row and column offsets were compared.
     offsets: bool,
-    /// What was found of planes whose symbols have contexts.
+    /// Findings about planes whose symbols have contexts.
     planes: [Option<KnownPlane>; MAX_PLANES],
-    /// How the contexts of [`Method::Update`] are derived, and what that has in common with similar tensors.
+    /// The parameters of the contexts of [`Method::Update`], and the part of them that similar tensors share.
     update: Option<Update>,
     shape: Option<Shape>,
     /// The step of [`Method::Step`], if it was found for the same checkpoint: an optimizer changes all weights alike.
     step: Option<Step>,
-    /// What the choice was made for.
+    /// The tensor that the choice was made for.
     of: ChosenFor,
 }
 
-/// What a choice was made for, compared with the tensor that it is tried for.
+/// The tensor that a choice was made for, compared with the tensor that it is tried for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ChosenFor {
     /// The same, at the same distance to its parent.
@@ -87,13 +88,13 @@ enum ChosenFor {
     Another,
 }
 
-/// What was found of each plane of a plan.
+/// Findings about each plane of a plan.
 pub(super) fn known_planes(planes: &[PlannedPlane]) -> [Option<KnownPlane>; MAX_PLANES] {
     std::array::from_fn(|i| planes.get(i)?.known)
 }
 
 impl Choice {
-    /// Records a plan, what was found of its planes, and the estimated bits of the sample with the plan and without a
+    /// Records a plan, the findings about its planes, and the estimated bits of the sample with the plan and without a
     /// parent.
     pub(super) fn of(
         about: &TensorFacts<'_>,
@@ -165,7 +166,7 @@ impl Choice {
         Self { update: None, step: None, of: ChosenFor::OtherDistance, ..self }
     }
 
-    /// The same for another tensor of the same checkpoint that is alike and has no choice of its own.
+    /// The same for another, similar tensor of the same checkpoint that has no choice of its own.
     #[must_use]
     pub fn for_one_alike(self) -> Self {
         Self { update: None, of: ChosenFor::Another, ..self }
@@ -187,7 +188,7 @@ impl Choice {
         self.bits
     }
 
-    /// What is remembered of a plane whose symbols have contexts.
+    /// The remembered findings about a plane whose symbols have contexts.
     pub(super) fn plane(&self, number: usize) -> Option<RememberedPlane> {
         let plane = (*self.planes.get(number)?)?;
         let is_own = self.of == ChosenFor::Same;
@@ -205,7 +206,7 @@ impl Choice {
         self.shape
     }
 
-    /// How the contexts of [`Method::Update`] are derived.
+    /// The parameters of the contexts of [`Method::Update`].
     pub(super) fn update(&self) -> Option<Update> {
         self.update
     }
@@ -215,7 +216,7 @@ impl Choice {
         self.step
     }
 
-    /// Whether a step that leaves `bits` leaves hardly more than it did: no other constants or layouts are tried.
+    /// Whether a step that costs `bits` is about as good as before: then no other constants or layouts are tried.
     pub(super) fn leaves_little_more(&self, bits: u64) -> bool {
         bits <= self.bits + self.alone / STEP_HOLDS_AS_IS
     }

@@ -1,20 +1,20 @@
-//! How a plane is coded, and what that costs.
+//! The coding of a plane, and its cost.
 
 use s4_codec_cpu::rans::{Counts, Precision, cost_with, entropy};
 use s4_format::CodecId;
 use s4_format::limits::MAX_TABLES;
 
-use super::counted::CountedPlane;
+use super::counted::{CountedPlane, unseen};
 use crate::PlaneCoding;
 
-// Thresholds are parts of what is compared: 128 means one in 128.
+// Thresholds are parts of the compared quantities: 128 means one in 128.
 
 /// A plane that entropy coding makes smaller by less than this part is noise, and not worth the time.
 const NOISE_GAIN: u64 = 50;
 /// Parts of a sample that are counted separately.
 const PARTS: usize = 8;
 
-/// What one occurrence of a symbol counts as where counts are averaged.
+/// The number that one occurrence of a symbol counts as where counts are averaged.
 const SMOOTH: u64 = 64;
 
 /// A symbol has up to 31 neighbours on each side. 2^33 divided by the number of symbols averaged,
@@ -31,7 +31,7 @@ const INVERSES: [u64; 64] = {
     out
 };
 
-/// How a plane is coded.
+/// The coding chosen for a plane.
 pub(super) struct PlannedPlane {
     pub(super) coding: PlaneCoding,
     /// The counts of each context, or of all symbols.
@@ -54,7 +54,7 @@ pub(super) enum Tables {
     Several,
 }
 
-/// What was found of a plane with contexts in a sample.
+/// Findings about a plane with contexts in a sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct KnownPlane {
     tables: Tables,
@@ -64,24 +64,24 @@ pub(super) struct KnownPlane {
     bits: u64,
 }
 
-/// What is remembered of a plane.
+/// Remembered findings about a plane.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RememberedPlane {
     pub(super) plane: KnownPlane,
-    /// It is reused while the entropy is within this many bits of what it was.
+    /// It is reused while the entropy is within this many bits of the earlier one.
     pub(super) within: u64,
     /// Whether it was found for the same tensor, at the same distance to its parent.
     pub(super) is_own: bool,
 }
 
 impl RememberedPlane {
-    /// What is known of a plane whose contexts now have these entropies; `None` if it may not be reused.
+    /// The findings about a plane whose contexts now have these entropies; `None` if they may not be reused.
     fn known(self, entropies: u64) -> Option<KnownPlane> {
         let Self { plane, within, is_own } = self;
         let holds = entropies.abs_diff(plane.entropies) <= within;
         match is_own {
             true => holds.then_some(plane),
-            // What is noise in one tensor need not be noise in another.
+            // A plane that is noise in one tensor need not be noise in another.
             false => (holds && plane.tables != Tables::None).then(|| KnownPlane {
                 entropies,
                 bits: plane.bits_of(entropies),
@@ -123,8 +123,9 @@ pub(super) fn bits_of_signs(plane: &[u8], run: u64) -> u64 {
     plane.chunks(run as usize / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
 }
 
-/// How a plane is coded, its estimated cost in bits, and the bytes of its table, if it has one. `may_lose`: how many
-/// bits faster coding in pairs may lose, given its bits. `stored`: the bits to count for a table of the given bytes.
+/// The coding of a plane, its estimated cost in bits, and the bytes of its table, if it has one. `may_lose`: the bits
+/// that faster coding in pairs may lose, given the plane's bits. `stored`: the bits to count for a table of the given
+/// bytes.
 pub(super) fn choose(
     (plane, counted): (&[u8], &CountedPlane),
     dense: bool,
@@ -158,8 +159,8 @@ pub(super) fn choose(
 
 /// As [`choose`], for symbols with contexts. `values`: values of the tensor, which stores the tables once. `smooth`:
 /// the distance between large symbols that are about equally frequent, and how many bits a single table, which is
-/// faster, may lose. `shared`: whether chunks share the tables. `known`: what is remembered of such a plane; nothing
-/// else is compared while it may be reused.
+/// faster, may lose. `shared`: whether chunks share the tables. `known`: remembered findings about such a plane;
+/// nothing else is compared while they may be reused.
 pub(super) fn choose_in_context(
     (plane, contexts): (&[u8], &[u8]),
     dense: bool,
@@ -236,27 +237,29 @@ pub(super) fn choose_in_context(
     planned(tables, cost, counts)
 }
 
-/// The bits of a plane, in a sample of `values` values, if each chunk of the tensor has its own tables. Chunks that
-/// differ much from the others, as in a buffer of weights and moments, are stored that way.
+/// The bits of a plane, in a sample of `values` values, if each of the tensor's `chunks` chunks (of 2^`chunk_log2`
+/// values) has its own tables. Chunks that differ much from the others, as in a buffer of weights and moments, are
+/// stored that way.
 pub(super) fn by_own_tables(
     (plane, values): (&[u8], usize),
     contexts: &[u8],
     precision: Precision,
-    chunk_log2: u8,
+    (chunks, chunk_log2): (u64, u8),
 ) -> u64 {
-    let part = plane.len().div_ceil(PARTS).max(1);
+    let parts = PARTS.min(chunks.max(1) as usize);
+    let part = plane.len().div_ceil(parts).max(1);
     let mut bits = 0;
     for (i, symbols) in plane.chunks(part).enumerate() {
         let seen = counts_of(symbols, contexts.get(i * part..).unwrap_or_default());
         for counts in seen.iter().filter(|c| c.total() > 0) {
             let (coded, table) = cost_with(counts, counts, precision);
-            bits += coded + unseen(counts) + ((8 * table * values / PARTS) as u64 >> chunk_log2);
+            bits += coded + unseen(counts) + ((8 * table * values / parts) as u64 >> chunk_log2);
         }
     }
     bits
 }
 
-/// How often each symbol occurs in each context; without contexts, all symbols count as one context.
+/// The counts of each symbol in each context; without contexts, all symbols count as one context.
 fn counts_of(symbols: &[u8], contexts: &[u8]) -> Vec<Counts> {
     if contexts.is_empty() {
         return vec![Counts::of_all(symbols)];
@@ -270,19 +273,6 @@ fn counts_of(symbols: &[u8], contexts: &[u8]) -> Vec<Counts> {
 fn is_constant(plane: &[u8]) -> bool {
     // Compared with itself, one symbol on: that takes vector instructions.
     plane.is_empty() || plane[1..] == plane[..plane.len() - 1]
-}
-
-/// The number of different symbols.
-pub(super) fn symbols_of(counts: &Counts) -> usize {
-    (0..=255).filter(|s| counts.get(*s) > 0).count()
-}
-
-/// Bits that a table seems to save, and does not, because it is made from the sample's own counts:
-/// with many tables it adds up. For independent frequencies it is 0.7 bits each (G. A. Miller,
-/// "Note on the bias of information estimates", 1955). Those of residuals depend on each other, and
-/// on the files of `docs/ratio.md` half a bit predicted best which plan is smaller.
-pub(super) fn unseen(counts: &Counts) -> u64 {
-    (symbols_of(counts) as u64).saturating_sub(1) / 2
 }
 
 /// Smooths counts to allow for symbols that the sample missed: each becomes the mean of the counts
@@ -324,7 +314,7 @@ fn smoothed_by<const ALIKE: usize>(counts: &Counts) -> Counts {
     out
 }
 
-/// The bits of a plane that is noise, and how it is stored.
+/// The bits of a plane that is noise, and its coding.
 fn noise(plane: &[u8], dense: bool) -> (u64, PlaneCoding) {
     let raw = plane.len() as u64 * if dense { 7 } else { 8 };
     (raw, if dense { PlaneCoding::BITS7 } else { PlaneCoding::RAW })

@@ -1,12 +1,10 @@
-//! How often each symbol of a sample's planes occurs, counted once for each plane.
+//! Symbol counts of a sample's planes, made once for each plane.
 
 use std::sync::Arc;
 
 use s4_codec_cpu::rans::{Counts, entropy};
 
-use super::coding::unseen;
-
-// Thresholds are parts of what is compared: 128 means one in 128.
+// Thresholds are parts of the compared quantities: 128 means one in 128.
 
 /// In planes of at least this many bytes, one block in [`PARTS`] may show that all is noise, as most mantissas are.
 const COARSE: usize = 8192;
@@ -16,7 +14,7 @@ const PARTS: usize = 4;
 /// be coded.
 const SURE_NOISE: u64 = 128;
 
-/// How often each symbol of a plane occurs.
+/// The symbol counts of a plane.
 #[derive(Debug)]
 pub(super) struct CountedPlane {
     /// For noise, possibly counted in a part of the plane only.
@@ -45,11 +43,24 @@ impl CountedPlane {
     }
 }
 
+/// The number of different symbols.
+pub(super) fn symbols_of(counts: &Counts) -> usize {
+    (0..=255).filter(|s| counts.get(*s) > 0).count()
+}
+
+/// Bits that a table seems to save, and does not, because it is made from the sample's own counts:
+/// with many tables it adds up. For independent frequencies it is 0.7 bits each (G. A. Miller,
+/// "Note on the bias of information estimates", 1955). Those of residuals depend on each other, and
+/// on the files of `docs/ratio.md` half a bit predicted best which plan is smaller.
+pub(super) fn unseen(counts: &Counts) -> u64 {
+    (symbols_of(counts) as u64).saturating_sub(1) / 2
+}
+
 /// The counts of a tensor's planes: layouts, and ways to store a sample, have planes in common.
 #[derive(Debug, Default)]
 pub(crate) struct Counted {
     planes: Vec<Known>,
-    /// How many of them belong to the tensor; the others are memory to use again.
+    /// Number of entries that belong to the tensor; the others are memory to use again.
     used: usize,
 }
 

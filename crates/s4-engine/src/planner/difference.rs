@@ -1,6 +1,6 @@
 //! Plans a tensor as its difference from a parent's tensor.
 
-use s4_format::dtype::Form;
+use s4_format::dtype::ElementForm;
 use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, Error, Plan, ResidualId, Result};
 use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
@@ -14,13 +14,14 @@ use super::{
 use crate::scratch::width_of;
 use crate::{CpuEngine, Preset, Scratch, TensorPlan};
 
-// Thresholds are parts of what is compared: 128 means one in 128.
+// Thresholds are parts of the compared quantities: 128 means one in 128.
 
 /// A delta must save this part of the tensor stored without the parent: it is read together with its parents.
 const DELTA_GAIN: u64 = 512;
 /// The difference in the order of values must save this part of the XOR, which is faster.
 const SUB_GAIN: u64 = 256;
-/// Rows and columns beside the parent must save this part of the difference from the parent alone.
+/// Rows and columns together with the parent must save this part of the difference from the parent
+/// alone.
 const BLEND_GAIN: u64 = 512;
 /// Contexts must save this part of the difference without them: several tables are more work.
 const CONTEXTS_GAIN: u64 = 512;
@@ -195,7 +196,7 @@ impl CpuEngine {
             Method::Contexts
                 if allowed.sub
                     && allowed.contexts
-                    && dtype.form() == Form::Float
+                    && dtype.form() == ElementForm::Float
                     && about.width() > 1 =>
             {
                 let contexts = exponent::side_data(dtype, parent.values);
@@ -207,14 +208,13 @@ impl CpuEngine {
                 (self.best(about, &from.ordered, of, scratch)?, contexts)
             }
             Method::Update if allowed.sub && allowed.update => {
-                let &[first, second] = parent.moments else { return Ok(None) };
-                let moments = &[first, second];
+                let moments = parent.moments;
                 // Negated in place as the moments say; nothing after this needs them unnegated.
                 let mut turned = std::mem::take(&mut from.ordered);
                 let Some(turn) = self.turn(dtype, moments, &mut turned)? else { return Ok(None) };
                 let given = (parent.values, moments);
                 if let Some(choice) = about.again
-                    && let Some(known) = choice.update().filter(|u| u.moments == turn.moments)
+                    && let Some(known) = choice.update().filter(|known| known.is_of_moments(&turn))
                     && let Some(best) = self.in_updates(about, &turned, given, known, scratch)?
                     && choice.planes_are(&best.planes)
                 {
@@ -249,7 +249,7 @@ impl CpuEngine {
         &self,
         about: &TensorFacts<'_>,
         differences: &[u8],
-        (parent, moments): (&[u8], &[MomentSample<'_>; 2]),
+        (parent, moments): (&[u8], &[MomentSample<'_>]),
         update: Update,
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
@@ -257,8 +257,9 @@ impl CpuEngine {
         side.push(SideKind::CONTEXTS, update.to_bytes())?;
         let tensor = Tensor { dtype: about.dtype, shape: about.shape, side: &side };
         let (model, values) = (&Updates as &dyn ContextModel, about.values());
-        let inputs = &[parent, moments[0].values, moments[1].values][..];
-        let of = SampleKind::InContext { model, tensor, inputs, values };
+        let inputs = std::iter::once(parent).chain(moments.iter().map(|m| m.values));
+        let inputs: Vec<_> = inputs.collect();
+        let of = SampleKind::InContext { model, tensor, inputs: &inputs, values };
         let best = self.best(about, differences, of, scratch)?;
         Ok(best.map(|best| best.with_moments(moments.len(), about, differences.len())))
     }
@@ -329,16 +330,12 @@ impl Difference {
     fn plan(self, about: &TensorFacts<'_>, parent: &ParentSample<'_>) -> Result<TensorPlan> {
         let Self { method, best, side, .. } = self;
         let (manifest, tensor) = (parent.manifest, parent.tensor);
-        let plan = |layout| match (method, parent.moments) {
-            (Method::Update, [first, second]) => {
-                Plan { layout, ..Plan::update(manifest, tensor, [first.tensor, second.tensor]) }
-            }
-            (Method::Step, moments) => {
-                let moments: Vec<_> = moments.iter().map(|m| m.tensor).collect();
-                Plan::step(layout, manifest, tensor, &moments)
-            }
-            (Method::Blend, _) => Plan::blend(layout, manifest, tensor),
-            (Method::Xor, _) => Plan::delta(layout, manifest, tensor),
+        let moments: Vec<_> = parent.moments.iter().map(|m| m.tensor).collect();
+        let plan = |layout| match method {
+            Method::Update => Plan { layout, ..Plan::update(manifest, tensor, &moments) },
+            Method::Step => Plan::step(layout, manifest, tensor, &moments),
+            Method::Blend => Plan::blend(layout, manifest, tensor),
+            Method::Xor => Plan::delta(layout, manifest, tensor),
             _ => Plan {
                 residual: ResidualId::SUB,
                 contexts: if side.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },

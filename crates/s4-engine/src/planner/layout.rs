@@ -1,24 +1,24 @@
-//! What each layout would cost on a sample.
+//! The cost of each layout on a sample.
 
 use std::sync::Arc;
 
 use s4_codec_cpu::{Context, Symbols};
-use s4_format::dtype::Form;
+use s4_format::dtype::ElementForm;
 use s4_format::{DType, LayoutId, Result};
 use s4_predict::{ContextModel, Known, Tensor};
 
 use super::coding::{
     PlannedPlane, bits_of_signs, by_own_tables, choose, choose_in_context, expect_changes,
-    precision, symbols_of,
+    precision,
 };
-use super::counted::CountedPlane;
+use super::counted::{CountedPlane, symbols_of};
 use super::{TensorFacts, allowed, sample};
 use crate::chunk::{chunk_log2, repeats};
 use crate::planes::Layout;
 use crate::scratch::sized;
 use crate::{CpuEngine, PlaneCoding, Scratch};
 
-// Thresholds are parts of what is compared: 128 means one in 128.
+// Thresholds are parts of the compared quantities: 128 means one in 128.
 
 /// A layout must save this part of the cost of the best one before it in [`layouts`], which is faster.
 const LAYOUT_GAIN: u64 = 256;
@@ -44,7 +44,7 @@ const RANS_WORK: u64 = 8;
 
 /// Tables of their own must save chunks at least this part to count: less may be chance.
 const OWN_GAIN: u64 = 64;
-/// What is coded, and how.
+/// The kind of data that is coded, and the contexts that it may have.
 #[derive(Clone, Copy)]
 pub(super) enum SampleKind<'a> {
     /// Values.
@@ -208,9 +208,11 @@ impl CpuEngine {
                 _ => cost,
             };
             let precision = precision(planned.coding);
-            let cost = match precision {
-                Some(p) if small && of.has_own_tables() && about.is_long() => {
-                    let own = by_own_tables((plane, values), &contexts, p, chunk_log2(about.dtype));
+            let chunks = about.chunks_with_own_tables().filter(|_| small && of.has_own_tables());
+            let cost = match (precision, chunks) {
+                (Some(p), Some(chunks)) => {
+                    let chunks = (chunks, chunk_log2(about.dtype));
+                    let own = by_own_tables((plane, values), &contexts, p, chunks);
                     if own < cost - cost / OWN_GAIN { own } else { cost }
                 }
                 _ => cost,
@@ -272,9 +274,9 @@ const IN_CONTEXT: &[LayoutId] = &[LayoutId::FIELDS, LayoutId::FIELDS_SIGN, Layou
 pub(super) fn layouts(dtype: DType) -> &'static [LayoutId] {
     use LayoutId as L;
     match (dtype.form(), dtype.value_width()) {
-        (Form::Float, 2) => &[L::FIELDS, L::FIELDS_SIGN],
-        (Form::Float, _) => &[L::FIELDS, L::FIELDS_SIGN, L::BYTES],
-        (Form::Bytes, 1) => &[L::WHOLE],
-        (Form::Bytes, _) => &[L::BYTES, L::WHOLE],
+        (ElementForm::Float, 2) => &[L::FIELDS, L::FIELDS_SIGN],
+        (ElementForm::Float, _) => &[L::FIELDS, L::FIELDS_SIGN, L::BYTES],
+        (ElementForm::Bytes, 1) => &[L::WHOLE],
+        (ElementForm::Bytes, _) => &[L::BYTES, L::WHOLE],
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rayon::ThreadPool;
 use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
-use s4_format::dtype::Form;
+use s4_format::dtype::ElementForm;
 use s4_format::manifest::{RoleKind, TensorRole};
 use s4_format::offsets::stored_len;
 use s4_format::side::{Side, SideKind};
@@ -37,14 +37,14 @@ pub use sample::parent_probes;
 pub(crate) use sample::{Sample, are_same, probed, sampled_runs};
 pub use update::MomentSample;
 
-/// What one more plan takes in the manifest, in bits: a delta must save more.
+/// The size of one more plan in the manifest, in bits: a delta must save more.
 const PLAN_BITS: u64 = 8 * 160;
 
-/// What the first delta takes in the manifest, in bytes, with the name of the parent. [`CONTEXTS`]
-/// is what contexts add.
+/// The size of the first delta in the manifest, in bytes, with the name of the parent. Contexts add
+/// [`CONTEXTS`].
 const FIRST_DELTA: u64 = PLAN_BITS / 8 + 100;
 const CONTEXTS: u64 = 16;
-/// What each moment adds as an input of a plan.
+/// The size that each moment adds as an input of a plan.
 const MOMENT: u64 = 20;
 /// A prediction from rows and columns must save one part in this many of the unpredicted values'
 /// bits: it is more work.
@@ -113,14 +113,14 @@ pub struct ParentSample<'a> {
     /// The tensor's first moment, and the second if there is one, in its own checkpoint, if they are stored and may be
     /// read with it.
     pub moments: &'a [MomentSample<'a>],
-    /// What its rows and columns predict for its values, if it is stored with them.
+    /// The prediction that its rows and columns make for its values, if it is stored with them.
     pub expected: Option<&'a Expected>,
 }
 
 /// A tensor to plan.
 #[derive(Debug, Clone, Copy)]
 pub struct PlanJob<'a> {
-    /// How much effort goes into making it smaller.
+    /// The effort put into making it smaller.
     pub preset: Preset,
     /// The tensor.
     pub view: &'a TensorView<'a>,
@@ -139,7 +139,7 @@ impl<'a> PlanJob<'a> {
     }
 }
 
-/// What is known of a tensor before its values are sampled.
+/// Facts about a tensor that are known before its values are sampled.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TensorFacts<'a> {
     pub(crate) preset: Preset,
@@ -147,12 +147,14 @@ pub(crate) struct TensorFacts<'a> {
     pub(crate) shape: &'a [u64],
     pub(crate) bytes: usize,
     pub(crate) role: Option<RoleKind>,
-    /// What its optimizer adds to the roots of second moments, if that is known.
+    /// The constant that its optimizer adds to the roots of second moments, if it is known.
     pub(crate) epsilon: Option<f64>,
     /// The earlier choice, if it was made for a tensor of this kind.
     pub(crate) choice: Option<Choice>,
     /// Whether row and column offsets were computed for it.
     has_offsets: bool,
+    /// Whether chunks with tables of their own are considered, however few there are.
+    own_tables: bool,
     /// The choice being tried again: values are only sampled in its layout.
     again: Option<Choice>,
 }
@@ -176,6 +178,7 @@ impl<'a> TensorFacts<'a> {
             epsilon,
             choice: None,
             has_offsets: false,
+            own_tables: false,
             again: None,
         };
         Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
@@ -221,8 +224,8 @@ impl TensorFacts<'_> {
 
     /// Whether row and column offsets may be worth it, which they are not for weights.
     fn may_have_offsets(&self) -> bool {
-        let floats =
-            self.dtype.form() == Form::Float && self.dtype.size() == self.dtype.value_width();
+        let floats = self.dtype.form() == ElementForm::Float
+            && self.dtype.size() == self.dtype.value_width();
         let weight = matches!(self.role, Some(RoleKind::Weight | RoleKind::Master));
         allowed(self.preset).rank1 && floats && !weight
     }
@@ -230,6 +233,12 @@ impl TensorFacts<'_> {
     /// Whether it has so many chunks that a sample takes values from several of them.
     fn is_long(&self) -> bool {
         self.values() >> chunk_log2(self.dtype) >= sample::MANY_CHUNKS
+    }
+
+    /// The number of chunks, if it is considered that each may have tables of its own.
+    fn chunks_with_own_tables(&self) -> Option<u64> {
+        let considered = self.own_tables || self.is_long();
+        considered.then(|| self.values().div_ceil(1 << chunk_log2(self.dtype)))
     }
 }
 
@@ -240,7 +249,8 @@ impl CpuEngine {
     /// With a parent, the tensor is stored as a difference from the parent's values if that is clearly smaller, and
     /// otherwise as if there were no parent. Preset `nvcomp` stores every tensor without a parent.
     ///
-    /// With an earlier choice, nothing else is compared while that one costs about what it did.
+    /// With an earlier choice, nothing else is compared while that one costs about the same as
+    /// before.
     ///
     /// # Errors
     /// Errors of a codec; `Limit` if the values do not fill the shape; `Corrupt` if the parent's sample has another size.
@@ -350,7 +360,7 @@ impl CpuEngine {
     }
 
     /// The sample's cost by the earlier choice, and whether that uses row and column offsets;
-    /// `None` if it is not close to what it was.
+    /// `None` if the cost is not close to the earlier one.
     fn alone_again(
         &self,
         about: &TensorFacts<'_>,
@@ -426,6 +436,13 @@ impl CpuEngine {
         };
         let best = self.by_offsets(about, sample, offsets, &[], scratch)?;
         let smaller = best.as_ref().is_some_and(|b| b.bits < least - least / RANK1_GAIN);
+        if smaller && !about.own_tables && about.shares_tables() && !about.is_long() {
+            // The offsets may save only because chunks differ, in which case tables for each chunk save as well. Only
+            // this comparison considers such tables: remembered costs are estimated as they will be the next time.
+            let about = TensorFacts { own_tables: true, ..*about };
+            let (_, by_offsets) = self.alone(&about, sample, Some(offsets), scratch)?;
+            return Ok(if by_offsets { (best, true) } else { (direct, false) });
+        }
         Ok(if smaller { (best, true) } else { (direct, false) })
     }
 
@@ -440,7 +457,7 @@ impl CpuEngine {
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
         let width = width_of(about.width())?;
-        // What the offsets take, scaled to the sample's part of the tensor.
+        // The size of the offsets, scaled to the sample's part of the tensor.
         let stored =
             8 * stored_len(offsets) as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
         let offsets = Offsets::parse(width, offsets)?;
@@ -469,10 +486,10 @@ pub(crate) fn nvcomp(dtype: DType) -> TensorPlan {
     const GDEFLATE: PlaneCoding = PlaneCoding::GDEFLATE;
     let (layout, planes) = match (dtype.form(), dtype.value_width()) {
         // Signs are single bits already.
-        (Form::Float, 2) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE]),
-        (Form::Float, _) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE, GDEFLATE]),
-        (Form::Bytes, 1) => (LayoutId::WHOLE, vec![GDEFLATE]),
-        (Form::Bytes, width) => (LayoutId::BYTES, vec![GDEFLATE; width]),
+        (ElementForm::Float, 2) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE]),
+        (ElementForm::Float, _) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE, GDEFLATE]),
+        (ElementForm::Bytes, 1) => (LayoutId::WHOLE, vec![GDEFLATE]),
+        (ElementForm::Bytes, width) => (LayoutId::BYTES, vec![GDEFLATE; width]),
     };
     TensorPlan::new(Plan::direct(layout), planes, chunk_log2(dtype))
 }

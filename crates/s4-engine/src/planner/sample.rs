@@ -9,16 +9,16 @@ use crate::chunk::chunk_log2;
 
 /// Number of runs of values that the planner looks at.
 const PROBES: u64 = 16;
-/// Values in each run, at most. A smaller tensor has one value in [`SAMPLED`] looked at.
+/// Values in each run, at most. Of a smaller tensor, one value in [`SAMPLED`] is sampled.
 const PROBE: u64 = 1024;
 const SAMPLED: u64 = 4;
-/// Tensors of up to this many values are looked at whole.
+/// Tensors of up to this many values are sampled whole.
 const WHOLE: u64 = PROBES * PROBE;
 /// Sizes differ from run to run if that adds this part to their variation within runs: 8 means one in 8.
 const EVEN: u64 = 8;
-/// How many chunks of the parent the planner looks into, each of which may have to be read and
-/// decoded whole: for tensors with fewer chunks than [`MANY_CHUNKS`], and for larger ones. A large
-/// buffer of weights and moments differs from place to place.
+/// Number of chunks of the parent that the planner looks into, each of which may have to be read
+/// and decoded whole: for tensors with fewer chunks than [`MANY_CHUNKS`], and for larger ones. A
+/// large buffer of weights and moments differs from place to place.
 const PARENT_CHUNKS: [u64; 2] = [4, 8];
 pub(super) const MANY_CHUNKS: u64 = 24;
 

@@ -12,21 +12,21 @@ use super::{MomentSample, ParentSample, Sample, TensorFacts, allowed};
 use crate::scratch::width_of;
 use crate::{CpuEngine, Scratch};
 
-/// How many values of the sample the constants are first fitted to, and then, if they fit.
+/// The most values of the sample that the constants are fitted to: at first, and again if those constants fit.
 const FIRST: usize = 512;
 const MOST: usize = 4096;
 /// Rounds of a fit: each leaves out what the one before found to be far off.
 const ROUNDS: usize = 4;
-/// How many of these values tell what is far off, and whether the constants fit.
+/// Number of these values that decide what is an outlier, and whether the constants fit.
 const LOOKED_AT: usize = 512;
-/// What PyTorch adds to roots, if the optimizer's group does not say.
+/// PyTorch's constant that is added to roots, if the optimizer's group does not give one.
 const EPSILON: f64 = 1e-8;
 /// Values further off than so many times the median are left out of the next round.
 const OUTLIERS: f64 = 8.0;
 /// A step must explain this many bits of a difference, on average, for its cost to be estimated.
 const EXPLAINED: f64 = 0.5;
 
-/// What one value of a sample says of the constants, relative to its size.
+/// The evidence that one value of a sample gives for the constants, relative to its size.
 struct Seen {
     /// The difference from the parent.
     change: f64,
@@ -150,7 +150,7 @@ impl CpuEngine {
             start = found;
         }
         let Constants { keep, rate, epsilon } = start;
-        // What is too small to be a constant changes nothing.
+        // A number that is too small to be a constant changes nothing.
         let single = |x: f64| if x.abs() < 1e-37 { 0.0 } else { x as f32 };
         let factors =
             StepFactors { keep: single(1.0 + keep), rate: single(rate), epsilon: single(epsilon) };
@@ -159,7 +159,7 @@ impl CpuEngine {
     }
 }
 
-/// Whether a step that was found for another tensor can be that of one with these moments.
+/// Whether a step that was found for another tensor can also be the step of a tensor with these moments.
 fn may_apply(step: &Step, moments: &[MomentSample<'_>]) -> bool {
     let dtypes = std::iter::once(step.first).chain(step.second);
     dtypes.eq(moments.iter().map(|m| m.dtype)) && rounds_to_nearest()
@@ -184,7 +184,7 @@ impl Constants {
         s.first / (s.root + self.epsilon)
     }
 
-    /// How far off a value is. Before there is a rate, large quotients are left out: one that no step explains would
+    /// The deviation of a value. Before there is a rate, large quotients are left out: one that no step explains would
     /// outweigh all others.
     fn size(&self, s: &Seen, quotient: f64) -> f64 {
         if self.rate == 0.0 { quotient.abs() } else { self.rest(s, quotient).abs() }
@@ -244,7 +244,7 @@ fn fit(seen: &[Seen], start: Constants, has_second: bool) -> Option<Constants> {
         let mut sums = [[0.0; 4]; 3];
         for s in seen {
             let quotient = found.quotient(s);
-            // What a larger epsilon would change.
+            // The change that a larger epsilon would make.
             let by_epsilon = match has_second {
                 true => found.rate * quotient / (s.root + found.epsilon),
                 false => 0.0,
@@ -305,7 +305,7 @@ fn solve(mut rows: [[f64; 4]; 3]) -> Option<[f64; 3]> {
     (!used.is_empty()).then_some(out)
 }
 
-/// Whether this thread's arithmetic rounds as that of a reader will.
+/// Whether this thread rounds floating-point results the way a reader will.
 fn rounds_to_nearest() -> bool {
     let [one, less, more] = [1.0, 0.25 * f32::EPSILON, 0.75 * f32::EPSILON].map(black_box);
     one + less == 1.0 && -one - less == -1.0 && one + more == 1.0 + f32::EPSILON

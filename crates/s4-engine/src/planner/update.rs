@@ -1,4 +1,4 @@
-//! How contexts `update` are derived from moments, fitted to a sample.
+//! The parameters that derive contexts `update` from moments, fitted to a sample.
 
 use s4_codec_cpu::rans::entropy_of;
 use s4_format::{DType, Error, Result};
@@ -8,18 +8,18 @@ use s4_predict::update::{Update, float_bits};
 use crate::CpuEngine;
 use crate::scratch::width_of;
 
-/// How many values of the sample are looked at, at most.
+/// The most values of the sample that are examined.
 const LOOKED_AT: usize = 2048;
 /// Floors to try besides none, in 128ths of an octave above the median of updates. The older the
 /// parent is, the less small moments tell.
 const FLOORS: [i32; 4] = [-64, 0, 64, 128];
-/// Classes to try as the one that one value in [`FEW`] exceeds.
+/// Candidates for the class that one value in [`FEW`] exceeds.
 const TOPS: [i32; 2] = [11, 14];
 const FEW: usize = 50;
 /// Units in a class.
 const CLASS: i32 = 64;
 
-/// What a tensor's contexts have in common with those of similar tensors, whose updates have other sizes.
+/// The parameters that a tensor's contexts share with those of similar tensors, whose updates have other sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
     /// The floor, above the median of updates; `None`: there is none.
@@ -40,7 +40,7 @@ pub struct MomentSample<'a> {
 }
 
 impl CpuEngine {
-    /// Negates differences of `dtype` from a parent's values as the moments say. `None` if moments
+    /// Negates differences of `dtype` from a parent's values as the moments say. `None` if there are no moments, or those
     /// of these dtypes tell nothing.
     ///
     /// # Errors
@@ -48,20 +48,17 @@ impl CpuEngine {
     pub(super) fn turn(
         &self,
         dtype: DType,
-        moments: &[MomentSample<'_>; 2],
+        moments: &[MomentSample<'_>],
         differences: &mut [u8],
     ) -> Result<Option<Update>> {
-        let dtypes = moments.each_ref().map(|m| m.dtype);
-        if [dtype, dtypes[0], dtypes[1]].into_iter().any(|dtype| float_bits(dtype).is_none()) {
+        let Some((first, others)) = moments.split_first() else { return Ok(None) };
+        let mut dtypes = std::iter::once(dtype).chain(moments.iter().map(|m| m.dtype));
+        if dtypes.any(|dtype| float_bits(dtype).is_none()) {
             return Ok(None);
         }
-        let update = Update { floor: i16::MIN, offset: 0, moments: dtypes };
-        update.turn(
-            self.kernels,
-            width_of(dtype.value_width())?,
-            differences,
-            moments[0].values,
-        )?;
+        let second = others.first().map(|m| m.dtype);
+        let update = Update { floor: i16::MIN, offset: 0, first: first.dtype, second };
+        update.turn(self.kernels, width_of(dtype.value_width())?, differences, first.values)?;
         Ok(Some(update))
     }
 
@@ -74,17 +71,17 @@ impl CpuEngine {
         &self,
         update: Update,
         (dtype, parent): (DType, &[u8]),
-        moments: &[MomentSample<'_>; 2],
+        moments: &[MomentSample<'_>],
         differences: &[u8],
         shape: Option<Shape>,
     ) -> Result<(Update, Shape)> {
         let width = width_of(dtype.value_width())?;
-        let bits = [dtype, update.moments[0], update.moments[1]].map(float_bits);
-        let mut sizes = [vec![], vec![], vec![]];
-        let values = [parent, moments[0].values, moments[1].values];
-        for ((sizes, bits), values) in sizes.iter_mut().zip(bits.into_iter().flatten()).zip(values)
-        {
-            sizes.resize(differences.len() / width.bytes(), 0);
+        // Without a second moment, its sizes remain zeros.
+        let mut sizes = [(); 3].map(|()| vec![0; differences.len() / width.bytes()]);
+        let given = std::iter::once((dtype, parent));
+        let given = given.chain(moments.iter().map(|m| (m.dtype, m.values)));
+        for (sizes, (dtype, values)) in sizes.iter_mut().zip(given) {
+            let Some(bits) = float_bits(dtype) else { continue };
             if values.len() != sizes.len() * bits.width().bytes() {
                 return Err(Error::corrupt("a sample of other values than its moments'"));
             }
@@ -131,7 +128,8 @@ impl Looked {
         nth(&mut self.updates.clone(), self.updates.len() / 2)
     }
 
-    /// How far each update is above its weight if none is below a floor, and what one in [`FEW`] exceeds.
+    /// The distance of each update above its weight if none is below a floor, and the distance that one in [`FEW`]
+    /// exceeds.
     fn above_weights(&self, floor: i32) -> (Vec<i32>, i32) {
         let over = |(update, weight): (&i32, &i32)| (*update).max(floor) - weight;
         let over: Vec<i32> = self.updates.iter().zip(&self.weights).map(over).collect();
@@ -203,7 +201,8 @@ mod tests {
             let lengths: Vec<_> = over.map(|bits| bits.clamp(0, 30) as u8).collect();
             Looked { updates, weights, lengths, longest: 30 }
         };
-        let any = Update { floor: i16::MIN, offset: 0, moments: [DType::Float32; 2] };
+        let (first, second) = (DType::Float32, Some(DType::Float32));
+        let any = Update { floor: i16::MIN, offset: 0, first, second };
         let (found, shape) = cheapest(any, &looked(-900));
         assert_eq!(looked(-900).of_shape(any, shape), found);
         let larger = looked(-400).of_shape(any, shape);

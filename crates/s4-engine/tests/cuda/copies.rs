@@ -19,7 +19,7 @@ struct Copy {
     coded: Encoded,
 }
 
-/// Where the wider values are.
+/// The place of the wider values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Given {
     Device,

@@ -104,7 +104,7 @@ impl Line {
     }
 }
 
-/// Where parents are.
+/// The place of parents.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Given {
     Device,

@@ -60,7 +60,7 @@ impl Tensors {
         Ok(self.encode_with(engine, most)?.0)
     }
 
-    /// As [`Self::encode`]; also returns the most bytes of frames that came at once.
+    /// As [`Self::encode`]; also returns the most bytes of frames that came at one time.
     fn encode_with(
         &self,
         engine: &CudaEngine,
@@ -220,7 +220,7 @@ fn pieces_are_taken_before_they_are_needed() {
     assert!(!engine.grow_frame_memory(PIECE), "no piece was needed yet");
     drop(tensors.encode(&engine).unwrap());
     let needed = engine.frame_memory().taken;
-    // Enough for two such saves at once, which then take nothing more.
+    // Enough for two such saves at the same time, which then take nothing more.
     while engine.grow_frame_memory(2 * needed) {}
     let memory = engine.frame_memory();
     assert!(2 * needed < memory.taken && memory.taken <= memory.budget, "{memory:?}");

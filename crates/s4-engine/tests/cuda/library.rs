@@ -150,7 +150,7 @@ fn every_pattern_of_every_dtype_is_as_by_the_host() {
     assert!(chunks.refused == 0 && chunks.host == 0, "{chunks:?}");
 }
 
-/// More than the lanes have room for at once, beside tensors of other plans.
+/// More than the lanes have room for at one time, together with tensors of other plans.
 #[test]
 fn many_groups_and_mixed_plans_keep_their_order() {
     let options = CudaOptions { scratch: 64 << 20, pinned: 16 << 20, ..CudaOptions::default() };

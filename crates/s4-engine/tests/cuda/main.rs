@@ -1,4 +1,4 @@
-//! The CUDA engine beside the CPU engine: the same plans, the same frames, the same values.
+//! Compares the CUDA engine with the CPU engine: the same plans, the same frames, the same values.
 //!
 //! Without a device these tests say so and pass, and then run on a driver that emulates one
 //! (`emulated/driver.cpp`); with `S4_REQUIRE_GPU=1` they fail.

@@ -39,7 +39,7 @@ fn offsets(dtype: DType, rows: u32, cols: u32) -> Vec<u8> {
     side
 }
 
-/// What offsets predict, but for some of the lowest bits, and signs if `signed`.
+/// The values that offsets predict, except for some of the lowest bits, and signs if `signed`.
 fn near(dtype: DType, side: &[u8], values: u64, signed: bool) -> Vec<u8> {
     let width = dtype.value_width();
     let number = |at: usize| u32::from_le_bytes(side[at..at + 4].try_into().unwrap());
@@ -310,7 +310,7 @@ fn check_plan(cpu: &CpuEngine, host: &Host, plan: &TensorPlan) {
     assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");
 }
 
-/// What the planner itself chooses, with tables that chunks share.
+/// The planner's own choice, with tables that chunks share.
 #[test]
 fn what_is_planned_is_coded_by_the_kernels_alone() {
     let Some(gpu) = gpu() else { return };

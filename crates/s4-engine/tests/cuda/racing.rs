@@ -71,7 +71,7 @@ pub(crate) fn while_changing(gpu: &Gpu, tensors: &[Racing], work: impl FnOnce())
     });
 }
 
-/// Where a tensor is changed next, in bytes, and to which version.
+/// The place where a tensor is changed next, in bytes, and its next version.
 fn places<'a>(tensors: &'a [Racing]) -> impl FnMut() -> (&'a Racing, &'a [u8], usize, usize) {
     let mut state = 1u64;
     move || {
@@ -234,7 +234,8 @@ fn frames_of_changing_differences_decode() {
     });
 }
 
-/// However many ask for a device at once, its kernels are loaded once, and for as long as somebody uses it.
+/// However many threads ask for a device at the same time, its kernels are loaded once, and for as long as somebody
+/// uses it.
 #[test]
 fn a_device_in_use_is_not_opened_again() {
     let Some(gpu) = gpu() else { return };

@@ -47,7 +47,7 @@ fn every_pattern_of_every_dtype_is_as_on_the_cpu() {
         true => &[0, 1, 300, 4096, 9001],
         false => &[0, 1, 2, 255, 4096, 8191, 70_003, 200_001],
     };
-    // One call for all of a dtype: tensors of every size beside each other.
+    // One call for all of a dtype: tensors of every size next to each other.
     for hosts in tensors(sizes).chunk_by(|a, b| a.dtype == b.dtype) {
         check(&gpu, hosts, None);
     }

@@ -8,7 +8,7 @@ use s4_planes::patterns::{self, Kind};
 
 use crate::support::{Gpu, Host, Upload, gpu, gpu_of, on_cpu, on_gpu};
 
-/// Sizes around those of spans, of what the driver copies by itself, and of nothing.
+/// Sizes around those of spans and of tensors that the driver copies one by one, and 0.
 const SIZES: [usize; 11] = [
     0,
     1,
@@ -195,7 +195,7 @@ fn memory_that_is_to_stay_free_stays_free_and_the_rest_goes_back() {
     assert_eq!(stager.memory().unwrap().0, before);
     let copies = stager.copy(&all(&tensors), before - needed).unwrap();
     check(&gpu, &copies, &tensors);
-    // Several at once, freed in any order.
+    // Several at the same time, freed in any order.
     let more: Vec<_> = (0..3).map(|_| stager.copy(&all(&tensors), 0).unwrap()).collect();
     drop(copies);
     more.iter().for_each(|m| check(&gpu, m, &tensors));

@@ -240,7 +240,7 @@ pub(crate) fn on_gpu(
     Ok(plans.into_iter().zip(chunks).map(|(p, c)| Encoded::new(p, c)).collect())
 }
 
-/// Where two encodings of a tensor differ, if they do.
+/// The place where two encodings of a tensor differ, if they do.
 pub(crate) fn compare(host: &Host, gpu: &Encoded, cpu: &Encoded) -> Option<String> {
     let name = &host.name;
     let (plan, other) = (format!("{:?}", gpu.plan), format!("{:?}", cpu.plan));

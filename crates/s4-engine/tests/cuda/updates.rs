@@ -30,7 +30,7 @@ struct Weights {
     coded: Encoded,
 }
 
-/// Where inputs are.
+/// The place of inputs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Given {
     Device,
@@ -121,7 +121,8 @@ impl Weights {
 
 /// A plan that codes every plane in the same way, with contexts from `update`.
 fn forced(dtype: DType, update: Update, coding: PlaneCoding) -> TensorPlan {
-    let plan = Plan::update(MANIFEST, 3, [4, 5]);
+    let moments = &[4, 5][..1 + usize::from(update.second.is_some())];
+    let plan = Plan::update(MANIFEST, 3, moments);
     let planes = vec![coding; dtype.value_width()];
     let mut plan = TensorPlan::new(plan, planes, chunk_log2(dtype));
     plan.side.push(SideKind::CONTEXTS, update.to_bytes()).unwrap();
@@ -181,7 +182,9 @@ fn adversarial(n: usize) -> Vec<Weights> {
             list[(3 * case + by) % list.len()].1.clone()
         };
         let (floor, offset) = [(0, 0), (-3000, 9000), (i16::MIN, 2000)][case % 3];
-        let update = Update { floor, offset, moments: [dtypes[1], dtypes[2]] };
+        // SGD and Lion have no second moment.
+        let (first, second) = (dtypes[1], (case % 4 > 0).then_some(dtypes[2]));
+        let update = Update { floor, offset, first, second };
         let coding = [PlaneCoding::RANS8, PlaneCoding::RANS12][case % 2];
         let plan = if case < 27 {
             forced(dtypes[0], update, coding)
@@ -189,9 +192,7 @@ fn adversarial(n: usize) -> Vec<Weights> {
             let layout = [LayoutId::BYTES, LayoutId::FIELDS][case % 2];
             let [keep, rate, epsilon] = [[0.9999, 1e-4, 1e-8], [1.0, 1.0, 0.0]][case / 2 % 2];
             let factors = StepFactors { keep, rate, epsilon };
-            // SGD has no second moment.
-            let second = (case % 4 > 0).then_some(dtypes[2]);
-            let by = Step { factors, first: dtypes[1], second };
+            let by = Step { factors, first, second };
             forced_step(dtypes[0], by, layout, coding)
         };
         let host = Host::new(format!("{case}: {dtypes:?} {n}"), dtypes[0], of(0, 0));

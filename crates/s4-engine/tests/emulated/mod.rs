@@ -23,7 +23,7 @@ pub(crate) const UNSUPPORTED: u32 = 2;
 pub(crate) const FRAME_CHECKSUM: u32 = 3;
 pub(crate) const VALUE_CHECKSUM: u32 = 4;
 
-/// Which kernels a chunk goes through.
+/// The kernels that a chunk goes through.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Fused2,
@@ -65,7 +65,7 @@ impl Kind {
     }
 }
 
-/// How the kernels are told to code each plane; `None` if they cannot.
+/// The codings of the planes as the kernels number them; `None` if the kernels lack one of them.
 pub(crate) fn codings(plan: &TensorPlan) -> Option<[u8; MAX_PLANES]> {
     let mut all = [0; MAX_PLANES];
     for (coding, plane) in all.iter_mut().zip(&plan.planes) {
@@ -131,7 +131,7 @@ impl Contexts {
     }
 }
 
-/// What the kernels for any prediction are given for a chunk, as in its descriptor.
+/// The inputs of the kernels for any prediction, as in a chunk's descriptor.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Predicted {
     prediction: u8,
@@ -142,7 +142,7 @@ pub(crate) struct Predicted {
     /// `Offsets` with those of rows, and those of columns; empty if there are none.
     offsets: Vec<u8>,
     columns: Vec<u8>,
-    /// How updates become classes, or the constants of a step; the moments are `offsets` and `columns` then.
+    /// The parameters of update classes, or the constants of a step; the moments are `offsets` and `columns` then.
     by_moments: Vec<u8>,
     /// Whether the input's values lie where the chunk's are decoded to.
     in_place: bool,

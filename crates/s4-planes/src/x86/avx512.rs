@@ -184,7 +184,7 @@ pub(crate) fn split2<const FORM: u8>(src: &[u8], s: &mut [u8], e: &mut [u8], a: 
 }
 
 /// [`scalar::merge`] for 2-byte elements, which have no plane `b`. If SUM is set, returns the
-/// checksum of what came before, `crc`, continued with `dst`.
+/// checksum of the preceding bytes, `crc`, continued with `dst`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,vpclmulqdq")]
 pub(crate) fn merge2<const FORM: u8, const SUM: bool>(
     s: &[u8],

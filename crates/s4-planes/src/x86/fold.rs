@@ -27,12 +27,12 @@ const FACTORS: [i64; 2] = [power(8 * BYTES + 32), power(8 * BYTES - 32)];
 pub(super) struct Fold {
     sums: [__m512i; 4],
     factors: __m512i,
-    /// The checksum of what came before, until it is added.
+    /// The checksum of the preceding bytes, until it is added.
     start: __m512i,
 }
 
 impl Fold {
-    /// Continues from `crc`, the checksum of what came before.
+    /// Continues from `crc`, the checksum of the preceding bytes.
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub(super) fn new(crc: u32) -> Self {

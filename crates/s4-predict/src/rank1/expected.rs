@@ -35,7 +35,7 @@ fn each(bytes: &[u8]) -> impl ExactSizeIterator<Item = i16> {
 }
 
 impl Expected {
-    /// What is expected of a tensor that is stored with `offsets`. `parent` is the same for its
+    /// The expected values of a tensor that is stored with `offsets`. `parent` is the same for its
     /// parent, and is ignored if `offsets` have no share of it. `None` if `offsets` are of another
     /// kind than [`super::fit()`] makes, or do not fit the parent.
     pub fn of(offsets: &Offsets<'_>, parent: Option<&Self>) -> Option<Self> {

@@ -92,7 +92,7 @@ impl Grid {
         self.cols.div_ceil(self.run)
     }
 
-    /// How many rows are used in full besides the runs: none if the runs are full rows.
+    /// Number of rows that are used in full besides the runs: none if the runs are full rows.
     fn whole_rows(&self) -> u64 {
         if self.parts() > 1 { WHOLE_ROWS } else { 0 }
     }
@@ -120,11 +120,11 @@ struct Sums {
     cols: Vec<Vec<i64>>,
     /// For each part, the number of rows in these sums.
     counts: Vec<i64>,
-    /// How much larger the magnitudes of each part are on average than those of all columns, with
-    /// [`FRACTION`] fractional bits: computed from the rows that are used in full and hold no zero.
+    /// The excess of each part's average magnitude over that of all columns, with [`FRACTION`]
+    /// fractional bits: computed from the rows that are used in full and hold no zero.
     parts: Vec<i64>,
-    /// `Some` for rows whose run holds a zero, which are in no column's sum: whether it holds
-    /// nothing else.
+    /// `Some` for rows whose run holds a zero, which are in no column's sum: whether it holds only
+    /// zeros.
     zeros: Vec<Option<bool>>,
 }
 

@@ -149,7 +149,7 @@ impl<'a> Offsets<'a> {
         self.width
     }
 
-    /// What sums of offsets are added to.
+    /// The number that sums of offsets are added to.
     pub fn base(&self) -> u64 {
         self.base
     }
@@ -159,7 +159,7 @@ impl<'a> Offsets<'a> {
         self.shift
     }
 
-    /// How many 256ths of the parent's magnitudes are added; 0 if there is no parent.
+    /// The share of the parent's magnitudes that is added, in 256ths; 0 if there is no parent.
     pub fn share(&self) -> u8 {
         self.share
     }

@@ -21,8 +21,9 @@ opens files with NumPy arrays, without PyTorch. `patch` makes unmodified program
 Tensors on CUDA devices are encoded and decoded on the device. `load_into` fills existing tensors
 in place. `verify` checks a file without PyTorch, and `inspect` shows what is in it.
 
-All functions, and the methods of a store, may be called from several threads at once; protecting
-their arguments (tensors, streams) is up to the caller. Ctrl-C interrupts any call within a second.
+All functions, and the methods of a store, may be called from several threads at the same time;
+protecting their arguments (tensors, streams) is up to the caller. Ctrl-C interrupts any call within
+a second.
 Warnings go to the logger ``s4weights`` and its children, such as ``s4weights.store``; a program
 that has not set up `logging` sees them on stderr.
 """

@@ -16,6 +16,9 @@ from ._sources import check_flag, check_seconds
 
 _DAY = 24 * 3600.0
 
+#: The tag of checkpoints that a runner published: the id that its client knows (`RunnerSave.id`).
+_SUBMISSION = "s4w.submission"
+
 
 class Catalog(ABC):
     """The checkpoints of a store. Subclasses decide how it is opened."""
@@ -155,7 +158,11 @@ class Catalog(ABC):
 
     def _all(self, step: int | str) -> Entries:
         wanted = selected(step)
-        found = [entry for entry in self.list() if wanted in (entry.step, entry.id)]
+        found = [
+            entry
+            for entry in self.list()
+            if wanted in (entry.step, entry.id, entry.tags.get(_SUBMISSION))
+        ]
         if not found:
             raise self._nothing(step)
         return found

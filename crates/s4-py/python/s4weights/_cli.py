@@ -13,7 +13,6 @@ import re
 import signal
 import sys
 import threading
-import urllib.parse
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._cli_log import OFF, VARIABLE, level_of, logged, tell, visible
+from ._cli_log import OFF, VARIABLE, hold_descriptors, level_of, logged, say, tell
 from ._cli_signals import ENDING, SIGNALLED, Signals, Stopped
 from ._errors import (
     ConflictError,
@@ -34,7 +33,7 @@ from ._errors import (
     UnsupportedFormatError,
 )
 from ._save import PRESETS
-from ._sources import Foreign, is_url, open_source, require_s4w
+from ._sources import Foreign, is_url, open_source, path_of_url, require_s4w
 
 if TYPE_CHECKING:
     from ._entries import CheckpointEntry
@@ -43,13 +42,16 @@ if TYPE_CHECKING:
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 ARRAYS = ".safetensors"
 
+#: The longest time for a request, as in the native program.
+_DAY = 24 * 3600
+
 EXIT_DAMAGED, EXIT_USAGE, EXIT_IO, EXIT_UNSUPPORTED, EXIT_CONFLICT = 1, 2, 3, 4, 5
 
 #: Options that take a value, and the long names of one-letter options.
 _VALUED = frozenset(["--option", "--preset", "--simd", "--threads", "--timeout"])
 _SHORT = {"f": "--force", "h": "--help", "o": "--option", "q": "--quiet", "v": "--verbose"}
 
-#: What to do about a distributed checkpoint that holds more than tensors and plain values.
+#: Advice for a distributed checkpoint that holds more than tensors and plain values.
 _PIECES = (
     "torch.serialization.add_safe_globals([...]) allows what it needs, and s4weights.dcp.load loads it from "
     "its store"
@@ -63,10 +65,12 @@ class _UsageError(Exception):
 
 
 class _Line(NamedTuple):
-    """A command line: its names, beginning with the verb, and its options with their values."""
+    """A command line: its names, beginning with the verb, and its options with their values, which
+    are ``None`` where one is missing.
+    """
 
     names: list[str]
-    options: list[tuple[str, str]]
+    options: list[tuple[str, str | None]]
 
     def has(self, option: str) -> bool:
         return any(name == option for name, _ in self.options)
@@ -82,31 +86,51 @@ class _Line(NamedTuple):
             raise _UsageError("--threads: a number of 1 or more expected")
         return int(given)
 
+    def timeout(self) -> float | None:
+        given = self.value("--timeout")
+        if given is None:
+            return None
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds <= _DAY:
+            raise _UsageError("--timeout: a number of seconds is expected, at most a day")
+        return seconds
+
     def require(self, names: int, usage: str, *options: str) -> None:
-        """Raises `_UsageError` for more names than ``names``, or for unknown options."""
-        known = {"--quiet", "--verbose", "--force", *options}
+        """Raises `_UsageError` for more names than ``names``, or for unknown or incomplete options."""
+        known = {"--quiet", "--verbose", "--force", "--timeout", *options}
         # Only names are reported: the value of an option may be a secret.
         unknown = sorted({name for name, _ in self.options} - known)
         if unknown or len(self.names) > names:
             what = f"no option {unknown[0]}" if unknown else f"no more than {names - 1} names"
             raise _UsageError(f"for PyTorch files there is {what}: {usage}")
+        if missing := [name for name, value in self.options if value is None]:
+            raise _UsageError(f"{missing[0]}: a value is missing: {usage}")
+
+    def require_no_timeout(self, *files: str) -> None:
+        """Raises `_UsageError` for a ``--timeout`` that would have no effect."""
+        if self.timeout() is not None and any(map(_is_remote, files)):
+            what = "--timeout: the time that PyTorch files at URLs take cannot be chosen"
+            raise _UsageError(what)
 
 
 def _split(arguments: Sequence[str]) -> _Line:
     names: list[str] = []
-    options: list[tuple[str, str]] = []
+    options: list[tuple[str, str | None]] = []
     rest = iter(arguments)
     for word in rest:
         if word == "--":
             names += rest
         elif word.startswith("--"):
             name, equals, value = word.partition("=")
-            options.append((name, next(rest, "") if name in _VALUED and not equals else value))
+            options.append((name, next(rest, None) if name in _VALUED and not equals else value))
         elif word.startswith("-") and len(word) > 1:
             for at, letter in enumerate(word[1:], 2):
                 name = _SHORT.get(letter, f"-{letter}")
                 if name in _VALUED:
-                    options.append((name, word[at:].removeprefix("=") or next(rest, "")))
+                    options.append((name, word[at:].removeprefix("=") or next(rest, None)))
                     break
                 options.append((name, ""))
         else:
@@ -116,6 +140,7 @@ def _split(arguments: Sequence[str]) -> _Line:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit code."""
+    hold_descriptors()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if unreadable := _no_text(arguments):
         tell(unreadable)
@@ -124,13 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbose = sum(name == "--verbose" for name, _ in line.options)
     level = level_of(verbose, line.has("--quiet"))
     with logged(logging.WARNING if level is None else level):
-        convert = None if line.has("--help") else _converter(line)
-        if convert is None:
-            return _native(arguments)
-        if level is None:
-            tell(f"{VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace`")
-            return EXIT_USAGE
-        return _run(line, convert)
+        code = None if line.has("--help") else _run(line, level is not None)
+        return _native(arguments) if code is None else code
 
 
 def _native(arguments: list[str]) -> int:
@@ -154,7 +174,7 @@ def _no_text(arguments: Sequence[str]) -> str:
     for number, argument in enumerate(arguments, 1):
         shown = os.fsencode(argument).decode("utf-8", "replace")
         if shown != argument:
-            # What may be a secret is left out: values of options, queries of URLs.
+            # Possible secrets are left out: values of options, queries of URLs.
             bad.append(f"argument {number} (`{re.split('[=?#]', shown)[0]}`)")
     return f"{', '.join(bad)} is not text: UTF-8 is expected" if bad else ""
 
@@ -166,7 +186,7 @@ def _converter(line: _Line) -> Callable[[_Line], str] | None:
         return _compress if names[1].endswith(PICKLES) or os.path.isdir(names[1]) else None
     if names[:1] == ["decompress"] and len(names) > 1:
         if len(names) > 2 and names[2].endswith(ARRAYS):
-            return _decompress_arrays if _is_pickled(names[1]) else None
+            return _decompress_arrays if _is_pickled(line, names[1]) else None
         is_pickle = names[2].endswith(PICKLES) if len(names) > 2 else _is_object(names[1])
         return _decompress if is_pickle else None
     if names[:2] == ["store", "restore"]:
@@ -177,15 +197,17 @@ def _converter(line: _Line) -> Callable[[_Line], str] | None:
     return None
 
 
-def _is_pickled(source: str) -> bool:
+def _is_pickled(line: _Line, source: str) -> bool:
     """Whether a file holds a pickle, and PyTorch is installed to say which tensors it has."""
-    if importlib.util.find_spec("torch") is None:
+    # Only the native program obeys the option.
+    is_timed = line.has("--timeout") and _is_remote(source)
+    if is_timed or _is_stream(source) or importlib.util.find_spec("torch") is None:
         return False
     try:
         reader = open_source(source, None, None)
         return not isinstance(reader, Foreign) and reader.form() == "pickle"
-    except (S4Error, OSError):
-        # The native program will say what is wrong.
+    except (S4Error, OSError, ValueError):
+        # The native program will report the error.
         return False
 
 
@@ -193,7 +215,7 @@ def _is_pickled_there(line: _Line) -> bool:
     """The same for a checkpoint of a store."""
     if importlib.util.find_spec("torch") is None:
         return False
-    # Who opens the store again warns.
+    # The call that opens the store next gives its warnings.
     with warnings.catch_warnings(), logged(OFF):
         warnings.simplefilter("ignore")
         try:
@@ -205,15 +227,15 @@ def _is_pickled_there(line: _Line) -> bool:
 
 def _is_object(source: str) -> bool:
     """Whether a file holds more than tensors, and PyTorch is installed to write all of it."""
-    if is_url(source) or importlib.util.find_spec("torch") is None:
+    if is_url(source) or _is_stream(source) or importlib.util.find_spec("torch") is None:
         return False
     try:
         reader = open_source(source, None, None)
         if isinstance(reader, Foreign):
             return False
         return reader.form() != "tensors" or _is_distributed(reader)
-    except (S4Error, OSError):
-        # The native program will say what is wrong.
+    except (S4Error, OSError, ValueError):
+        # The native program will report the error.
         return False
 
 
@@ -226,15 +248,21 @@ def _is_distributed(reader: _core.Reader) -> bool:
     return True
 
 
-def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
+def _run(line: _Line, is_level: bool) -> int | None:
+    """Does the work and returns the exit code, or ``None`` if the native program is to do it."""
     with Signals() as signals, warnings.catch_warnings():
         if line.has("--quiet"):
             warnings.simplefilter("ignore")
         warnings.showwarning = _warn
         try:
+            convert = _converter(line)
+            if convert is None:
+                return None
+            if not is_level:
+                raise _UsageError(f"{VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace`")
             if "-" in line.names:
                 raise _UsageError(_NO_STREAM)
-            print(visible(convert(line)))
+            say(convert(line))
             return 0
         except _UsageError as e:
             code, said = EXIT_USAGE, str(e)
@@ -260,7 +288,11 @@ def _code(error: BaseException) -> int:
         return EXIT_UNSUPPORTED
     if isinstance(error, ConflictError):
         return EXIT_CONFLICT
-    return EXIT_IO if isinstance(error, OSError) else EXIT_DAMAGED
+    if isinstance(error, OSError):
+        return EXIT_IO
+    # An argument that a function of this package refuses, such as a URL of an unknown kind.
+    is_refused = isinstance(error, (TypeError, ValueError)) and not isinstance(error, S4Error)
+    return EXIT_USAGE if is_refused else EXIT_DAMAGED
 
 
 def _message(error: BaseException) -> str:
@@ -272,7 +304,8 @@ def _message(error: BaseException) -> str:
 def _compress(line: _Line) -> str:
     usage = "s4w compress [--preset NAME] [--threads N] [--force] IN [OUT]"
     line.require(3, usage, "--preset", "--threads")
-    preset, threads = line.value("--preset") or "balanced", line.threads()
+    preset, threads = line.value("--preset"), line.threads()
+    preset = "balanced" if preset is None else preset
     if preset not in PRESETS:
         raise _UsageError(f"--preset: {', '.join(PRESETS[:-1])} expected")
     source = line.names[1]
@@ -285,7 +318,8 @@ def _compress(line: _Line) -> str:
         is_dots = os.path.basename(plain) in ("", ".", "..")
         target = f"{os.path.realpath(source) if is_dots else plain}.s4w"
     else:
-        target = str(Path(source).with_suffix(".s4w"))
+        target = _with_ending(source, ".s4w")
+    line.require_no_timeout(target)
     _check_output(source, target, line)
     from . import save
     from ._cli_torch import read_file
@@ -315,7 +349,8 @@ def _decompress(line: _Line) -> str:
     line.require(3, usage, "--trusted", "--threads")
     threads = line.threads()
     source = line.names[1]
-    target = line.names[2] if len(line.names) > 2 else str(Path(source).with_suffix(".pt"))
+    target = line.names[2] if len(line.names) > 2 else _with_ending(source, ".pt")
+    line.require_no_timeout(source)
     _check_output(source, target, line)
     trusted = line.has("--trusted")
     # Fails early if the file cannot be written.
@@ -337,7 +372,7 @@ def _decompress(line: _Line) -> str:
     except UnsafeLoadError as error:
         steps = f"torch.save(s4weights.load({source!r}, weights_only=False), {target!r})"
         raise _unsafe(source, error, _PIECES if _is_distributed(reader) else steps) from error
-    write_file(state, target)
+    write_file(state, target, force=line.has("--force"))
     return f"{target}: written"
 
 
@@ -364,7 +399,7 @@ def _restore(line: _Line) -> str:
         except UnsafeLoadError as error:
             steps = f"s4weights.load_checkpoint({store.url!r}, {entry.id!r}, weights_only=False) loads it"
             raise _unsafe(where, error, _PIECES if is_distributed else steps) from error
-    write_file(state, target)
+    write_file(state, target, force=line.has("--force"))
     return f"{target}: written"
 
 
@@ -372,7 +407,7 @@ def _restore_arrays(line: _Line) -> str:
     """`store restore STORE CHECKPOINT FILE.safetensors` of a pickled object."""
     choice, target = _restored(line, "FILE.safetensors")
     with _chosen(line, *choice) as (store, entry, reader):
-        return _write_arrays(reader, f"{store.url}: step {entry.step}", target)
+        return _write_arrays(reader, f"{store.url}: step {entry.step}", target, line)
 
 
 def _decompress_arrays(line: _Line) -> str:
@@ -381,17 +416,19 @@ def _decompress_arrays(line: _Line) -> str:
     line.require(3, usage, "--trusted", "--threads")
     source, target = line.names[1:]
     threads = line.threads()
+    line.require_no_timeout(source)
     _check_output(source, target, line)
     _require_folder(target)
     reader = require_s4w(open_source(source, None, threads, line.has("--trusted")))
-    return _write_arrays(reader, source, target)
+    return _write_arrays(reader, source, target, line)
 
 
-def _write_arrays(reader: _core.Reader, where: str, target: str) -> str:
+def _write_arrays(reader: _core.Reader, where: str, target: str, line: _Line) -> str:
     from ._cli_arrays import write_arrays
 
     try:
-        number, left_out = write_arrays(reader, where, target)
+        force = line.has("--force")
+        number, left_out = write_arrays(reader, where, target, force=force)
     except UnsafeLoadError as error:
         raise _unsafe(where, error, "s4weights.load(..., weights_only=False) loads it") from error
     warnings.warn(
@@ -402,10 +439,16 @@ def _write_arrays(reader: _core.Reader, where: str, target: str) -> str:
 
 
 def _restored(line: _Line, file: str) -> tuple[tuple[dict[str, str], int | str | None], str]:
-    """What `store restore` restores, as `_choice` has it, and the file that it becomes."""
-    usage = f"s4w store restore [-o KEY=VALUE]... [--force] STORE CHECKPOINT {file}"
+    """The choice of `store restore`, as from `_choice`, and the file that it writes."""
+    usage = f"s4w store restore [-o KEY=VALUE]... [--timeout SECONDS] [--force] STORE CHECKPOINT {file}"
     line.require(5, usage, "--option")
     choice, target = _choice(line, usage), line.names[4]
+    root, path = _local(line.names[2]), _local(target)
+    if root is not None and path is not None:
+        root = os.path.realpath(root)
+        if os.path.isdir(root) and Path(os.path.realpath(path)).is_relative_to(root):
+            what = "lies in the store that is read, and nothing was changed: name an output outside of it"
+            raise _UsageError(f"{target}: {what}")
     _check_output(None, target, line)
     _require_folder(target)
     return choice, target
@@ -413,7 +456,7 @@ def _restored(line: _Line, file: str) -> tuple[tuple[dict[str, str], int | str |
 
 def _choice(line: _Line, usage: str) -> tuple[dict[str, str], int | str | None]:
     """The options of the object store, and the step or id, of `store restore`."""
-    pairs = [value.partition("=") for name, value in line.options if name == "--option"]
+    pairs = [(value or "").partition("=") for name, value in line.options if name == "--option"]
     storage = {key: value for key, _, value in pairs}
     if "" in storage or len(storage) < len(pairs):
         raise _UsageError(f"an option of the object store has no name, or is given twice: {usage}")
@@ -436,7 +479,9 @@ def _chosen(
     from . import CheckpointStore
 
     # Read-only, a store with a damaged log can be opened, too, with a warning.
-    with CheckpointStore(line.names[2], storage_options=storage, read_only=True) as store:
+    with CheckpointStore(
+        line.names[2], storage_options=storage, read_only=True, timeout=line.timeout()
+    ) as store:
         native = store._open("open")
         entry = store._find(step)
         yield store, entry, native.open(entry.id)
@@ -465,8 +510,19 @@ def _unsafe(where: str, error: UnsafeLoadError, steps: str) -> UnsafeLoadError:
     return UnsafeLoadError(message, key_path=error.key_path, global_name=error.global_name)
 
 
+def _with_ending(name: str, ending: str) -> str:
+    """A path or URL with another ending, as the native program has it: `step.1000` keeps its number."""
+    known = next((known for known in (ARRAYS, ".s4w", *PICKLES) if name.endswith(known)), "")
+    return name.removesuffix(known) + ending
+
+
 def _check_output(source: str | None, target: str, line: _Line) -> None:
-    """Refuses to overwrite the input or, without ``--force``, anything, as the native program."""
+    """Refuses to read a pipe, to overwrite the input or, without ``--force``, to overwrite anything, as the native
+    program does.
+    """
+    if source is not None and _is_stream(source):
+        what = "a pipe or a device is not supported as input, which is read by range: name a file"
+        raise _UsageError(f"{source}: {what}")
     source_path = None if source is None else _local(source)
     target_path = _local(target)
     if source is not None and (source == target or _is_same(source_path, target_path)):
@@ -477,6 +533,14 @@ def _check_output(source: str | None, target: str, line: _Line) -> None:
     there = os.path.isfile(target_path) if target_path is not None else _is_object_there(target)
     if there:
         raise ConflictError(f"{target} exists already; --force replaces it")
+
+
+def _is_stream(name: str) -> bool:
+    """Whether a file is a pipe or a device: reading it consumes its contents, and may block forever."""
+    path = _local(name)
+    if path is None:
+        return False
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _is_same(a: str | None, b: str | None) -> bool:
@@ -495,7 +559,7 @@ def _is_object_there(url: str) -> bool:
     except (CorruptDataError, LimitError, UnsupportedFormatError):
         return True
     except StorageError as error:
-        # Whoever is allowed only to write cannot find out.
+        # Without permission to read, this cannot be found out.
         if error.errno != errno.EACCES:
             raise
         return False
@@ -503,11 +567,12 @@ def _is_object_there(url: str) -> bool:
 
 
 def _local(name: str) -> str | None:
-    """The path that a name or a ``file:`` URL means."""
-    if not is_url(name):
-        return name
-    parts = urllib.parse.urlsplit(name.strip())
-    return urllib.parse.unquote(parts.path) if parts.scheme.lower() == "file" else None
+    """The path that a name or a ``file:`` URL means, as the native program reads it."""
+    return path_of_url(name) if is_url(name) else name
+
+
+def _is_remote(name: str) -> bool:
+    return is_url(name) and _local(name) is None
 
 
 def _require_folder(target: str) -> None:

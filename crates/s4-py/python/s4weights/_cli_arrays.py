@@ -40,12 +40,14 @@ _DTYPES = {
     "uint64": "U64",
 }
 
-#: How much larger than what is stored the tensors may be, as in the native program: views may
+#: Limits on the tensors' size relative to the stored bytes, as in the native program: views may
 #: repeat values without end.
 _MOST_TIMES, _MOST_MORE = 16, 1 << 30
 
 
-def write_arrays(reader: _core.Reader, where: str, target: str) -> tuple[int, str]:
+def write_arrays(
+    reader: _core.Reader, where: str, target: str, *, force: bool
+) -> tuple[int, str]:
     """Writes the tensors under the names that `open` gives them. Returns their number, and what is
     left out.
     """
@@ -91,7 +93,7 @@ def write_arrays(reader: _core.Reader, where: str, target: str) -> tuple[int, st
         ordered[name] = {**about, "data_offsets": [start, end]}
     text = json.dumps(ordered, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with replacing(target) as out:
+    with replacing(target, force=force) as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             values = file.get_tensor(name).resolve_conj().resolve_neg().contiguous()

@@ -50,7 +50,7 @@ class _Stored:
     def __init__(self, reader: _core.Reader, names: dict[MetadataIndex, str]) -> None:
         self._reader, self._names = reader, names
         self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
-        #: What is read at the end, on all threads: tensor index, address, bytes.
+        #: The pieces to read at the end, on all threads: tensor index, address, bytes.
         self._wanted: list[tuple[int, int, int]] = []
 
     def _find(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What the command ``s4w`` logs, to standard error.
+"""Log output of the command ``s4w``, on standard error.
 
 In a Python process, the native crates log to ``logging`` from the first import on, so the flags and the variable
 that the native program obeys are obeyed here.
@@ -12,6 +12,8 @@ import os
 import sys
 import unicodedata
 from collections.abc import Iterator
+
+from ._errors import StorageError
 
 #: The environment variable that sets the level.
 VARIABLE = "S4_LOG"
@@ -29,6 +31,10 @@ _LEVELS = {
 }
 _NAMES = {logging.ERROR: "ERROR", logging.WARNING: "WARN", logging.INFO: "INFO", logging.DEBUG: "DEBUG"}
 
+#: The categories of characters that are escaped, and how the native program escapes some of them.
+_HIDDEN = frozenset(("Cc", "Cf", "Cs", "Zl", "Zp"))
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
 
 def level_of(verbose: int, quiet: bool) -> int | None:
     """The level for ``verbose`` times ``-v``, with or without ``-q``; ``None`` if the variable has no valid one."""
@@ -45,17 +51,50 @@ class _ToStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         name = _NAMES.get(record.levelno, record.levelname)
         where = f"{record.name}: " if self.level <= logging.DEBUG else ""
+        _to_stderr(f"{name:>5} {where}{visible(record.getMessage())}\n")
+
+
+def _to_stderr(line: str) -> None:
+    """Writes to standard error, if there is one."""
+    if sys.stderr is not None:
         with contextlib.suppress(OSError):
-            # At once: the native program writes there, too.
-            sys.stderr.write(f"{name:>5} {where}{visible(record.getMessage())}\n")
+            # Right away, since the native program writes there, too, and in one write: ``print`` writes the line's end
+            # separately, and other threads may be logging.
+            sys.stderr.write(line)
 
 
 def tell(text: str) -> None:
     """Tells the user something, on a line of standard error."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            # In one piece: ``print`` writes the line's end by itself, and other threads may be logging.
-            sys.stderr.write(f"s4w: {visible(text)}\n")
+    _to_stderr(f"s4w: {visible(text)}\n")
+
+
+def say(text: str) -> None:
+    """Prints the result on a line of standard output; a reader that has closed it has read enough."""
+    stream = sys.stdout
+    if stream is None:
+        return
+    # The locale may lack characters of a name.
+    encoding = stream.encoding or "utf-8"
+    line = f"{visible(text)}\n".encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        stream.write(line)
+        stream.flush()
+    except OSError as error:
+        # Output that is still buffered would fail again when the process ends, and change its exit code.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise StorageError(error.errno, error.strerror, "standard output") from error
+
+
+def hold_descriptors() -> None:
+    """Opens the descriptors of standard streams that are closed: a file that gets one would be written over."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest that is free.
+            os.open(os.devnull, os.O_RDWR)
 
 
 @contextlib.contextmanager
@@ -73,8 +112,9 @@ def logged(level: int) -> Iterator[None]:
 
 
 def visible(text: str) -> str:
-    """Escapes control characters in a message: names come from files that others wrote."""
-    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
-    return "".join(
-        f"\\u{{{ord(c):x}}}" if c != "\n" and unicodedata.category(c) in hidden else c for c in text
-    )
+    """Escapes control characters in a message of one line: names come from files that others wrote."""
+    return "".join(_escaped(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
+
+
+def _escaped(c: str) -> str:
+    return _SHORT.get(c) or f"\\u{{{ord(c):x}}}"

@@ -7,7 +7,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-#: What shells add to a signal's number to make an exit code of it.
+#: Shells add this to a signal's number to make an exit code.
 SIGNALLED = 128
 
 #: The signals that end the process.
@@ -30,7 +30,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        # Only the main thread handles signals. What is ignored, as HUP is with `nohup`, stays without effect.
+        # Only the main thread handles signals. Signals that are ignored, such as HUP under `nohup`, stay ignored.
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 if signal.getsignal(number) not in (None, signal.SIG_IGN):

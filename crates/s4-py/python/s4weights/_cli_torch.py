@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import pickletools
+import re
 import secrets
-import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +17,13 @@ from typing import IO, Any
 import torch
 
 from . import _core
-from ._errors import CorruptDataError, StorageError, UnsafeLoadError, UnsupportedFormatError
+from ._errors import (
+    ConflictError,
+    CorruptDataError,
+    StorageError,
+    UnsafeLoadError,
+    UnsupportedFormatError,
+)
 from ._explain import find_refused, is_broken
 from ._sources import _HEAD, _is_safetensors
 
@@ -24,12 +32,16 @@ from ._sources import _HEAD, _is_safetensors
 _OLD_PICKLES = 4
 #: The most characters of a message of PyTorch's that errors quote.
 _MAX_SAID = 300
-#: What messages contain when PyTorch's writer could not write.
+#: The most bytes of a file's name that are in that of its temporary file: file systems allow 255.
+_LONGEST_STEM = 200
+#: Texts in PyTorch's messages that mean that its writer could not write.
 _WRITE_ERRORS = ("enforce fail", "PytorchStreamWriter", "unexpected pos")
+#: What its messages contain when there was no memory for a tensor of so many bytes.
+_NO_MEMORY = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) bytes")
 
 
 def read_file(path: str) -> Any:
-    """What `torch.save` wrote: tensors and plain values, and nothing else.
+    """The object in a file of `torch.save`, if it holds only tensors and plain values.
 
     Raises `UnsafeLoadError` for a sound file that holds more, `UnsupportedFormatError` for one of
     another format, and `CorruptDataError`.
@@ -42,10 +54,32 @@ def read_file(path: str) -> Any:
         raise UnsupportedFormatError(what)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
     except Exception as error:  # whatever PyTorch's readers raise
+        if _is_no_memory(error, os.path.getsize(path)):
+            raise MemoryError from error
+        # They look for the end of a file that is cut off at places that it cannot have.
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise _about(path, error) from error
         raise _explained(path, error) from error
+
+
+def _is_no_memory(error: Exception, most: int | None = None) -> bool:
+    """Whether PyTorch found no memory for a tensor, which it reports as any other error. A file of ``most`` bytes that
+    names a larger one is damaged.
+    """
+    found = _NO_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
+    return found is not None and (most is None or int(found[1]) <= most)
+
+
+def _about(path: str, error: OSError) -> StorageError:
+    """The error, with the name of the file that it is about."""
+    if isinstance(error, StorageError):
+        return error
+    if error.errno is None:
+        return StorageError(f"{path}: {error}")
+    return StorageError(error.errno, error.strerror, path)
 
 
 def _is_program(path: str) -> bool:
@@ -104,7 +138,7 @@ def _pickle_of(path: str) -> bytes | None:
 
 
 def brief(error: BaseException) -> str:
-    """What PyTorch's message says about the file, without its advice to callers of `torch.load`."""
+    """PyTorch's message about the file, without its advice to callers of `torch.load`."""
     # The message of some errors, such as a `KeyError`, is just a number.
     text = str(error).strip() if " " in str(error) else repr(error)
     _, found, rest = text.partition("WeightsUnpickler error: ")
@@ -112,14 +146,16 @@ def brief(error: BaseException) -> str:
     return line if len(line) <= _MAX_SAID else f"{line[:_MAX_SAID]}..."
 
 
-def write_file(state: object, target: str) -> None:
+def write_file(state: object, target: str, *, force: bool) -> None:
     """As `torch.save`, but under a temporary name first: see `replacing`."""
-    with replacing(target) as file:
+    with replacing(target, force=force) as file:
         try:
             torch.save(state, file)
         except (OSError, MemoryError):
             raise
         except Exception as error:  # whatever PyTorch's writers raise
+            if _is_no_memory(error):
+                raise MemoryError from error
             if isinstance(error, RuntimeError) and any(what in str(error) for what in _WRITE_ERRORS):
                 raise StorageError(f"{target}: cannot write: {brief(error)}") from error
             what = f"{target}: PyTorch cannot write this to a file of its own: {brief(error)}"
@@ -127,30 +163,87 @@ def write_file(state: object, target: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(target: str) -> Iterator[IO[bytes]]:
+def replacing(target: str, *, force: bool) -> Iterator[IO[bytes]]:
     """A new file that takes the place of ``target`` if no exception occurs, once it is on disk. A
     link stays a link, and a file that replaces another gets its permissions and, where the system
-    allows it, its owner.
+    allows it, its owner. A file that may not be written to is not replaced; pipes and devices are
+    written to. Without ``force`` no file is replaced, also if it appears meanwhile.
     """
-    path = Path(os.path.realpath(target))
+    try:
+        # The target of `/dev/stdout` may have no path.
+        real = target if _is_stream(target) else os.path.realpath(target)
+        with _in_place_of(Path(real), force) as file:
+            yield file
+    except FileExistsError as error:
+        raise ConflictError(f"{target} exists already; --force replaces it") from error
+    except OSError as error:
+        raise _about(target, error) from error
+
+
+@contextlib.contextmanager
+def _in_place_of(path: Path, force: bool) -> Iterator[IO[bytes]]:
+    old = path.stat() if path.exists() else None
+    if old is not None and not stat.S_ISREG(old.st_mode):
+        with open(path, "wb") as file:
+            yield file
+        return
+    # Renaming over it would succeed.
+    if old is not None and not _is_writable(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     # A name that nobody can guess, and a file that nobody has made: in a folder that others may
     # write to, a link of that name could lead elsewhere.
-    temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}.tmp")
+    stem = path.name.encode(errors="ignore")[:_LONGEST_STEM].decode(errors="ignore")
+    temporary = path.with_name(f".{stem}.{secrets.token_hex(8)}.tmp")
+    # Until it has the permissions of the other one, it is for this user alone.
+    mode = 0o666 if old is None else 0o600
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(temporary, flags, mode)
     try:
-        with open(temporary, "xb") as file:
+        with open(descriptor, "wb") as file:
+            if old is not None:
+                _take_over(file, old)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            old = path.stat()
-            if hasattr(os, "chown"):
-                with contextlib.suppress(OSError):
-                    os.chown(temporary, old.st_uid, old.st_gid)
-            shutil.copymode(path, temporary)
-        temporary.replace(path)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(error.errno, error.strerror, target) from error
+        if force:
+            temporary.replace(path)
+        else:
+            _rename_new(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        # If this fails, too, the first error says more.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _rename_new(temporary: Path, path: Path) -> None:
+    """Gives a file a name that none has. The caller removes the temporary one."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except (OSError, AttributeError):
+        # A file system without second names.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
+        temporary.replace(path)
+
+
+def _is_stream(path: str) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+
+
+def _is_writable(path: Path) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _take_over(file: IO[bytes], old: os.stat_result) -> None:
+    """Gives a new file the owner and permissions of the one that it replaces."""
+    if not hasattr(os, "fchown"):
+        return
+    try:
+        os.fchown(file.fileno(), old.st_uid, old.st_gid)
+    except OSError:
+        # Only root may give files away, but anyone may choose one of their own groups.
+        with contextlib.suppress(OSError):
+            os.fchown(file.fileno(), -1, old.st_gid)
+    os.fchmod(file.fileno(), old.st_mode & 0o777)

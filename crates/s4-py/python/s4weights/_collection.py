@@ -19,8 +19,8 @@ def without_collection(work: Callable[[], T]) -> T:
     """Calls a function while garbage collection is suspended. Many new objects would trigger it, and
     each run visits every object that PyTorch has created.
     """
-    # Only who finds it enabled suspends it, and enables it again. If the calls of two threads
-    # overlap, it may run in the later one, but never stays suspended.
+    # Only the call that finds it enabled suspends it, and enables it again. If the calls of two
+    # threads overlap, it may run in the later one, but never stays suspended.
     collects = gc.isenabled()
     try:
         if collects:
@@ -28,8 +28,8 @@ def without_collection(work: Callable[[], T]) -> T:
             gc.disable()
         return work()
     finally:
-        # Not in a context manager, nor after anything else: a signal handler may raise before the
-        # first Python function that is called here, and after the first C function.
+        # Not in a context manager, nor after any other statement: a signal handler may raise before
+        # the first Python function that is called here, and after the first C function.
         if collects:
             gc.enable()
             _suspended.discard(threading.get_ident())

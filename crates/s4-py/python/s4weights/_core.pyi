@@ -45,6 +45,9 @@ def freeze(obj: object) -> tuple[object, list[int]] | None:
     devices that they are on; ``None`` if it holds anything that cannot be copied that way.
     """
 
+def nesting() -> int:
+    """The number of native calls that the calling thread is in: their progress functions or signal handlers run."""
+
 def give_way() -> None:
     """Lowers the priority of all native work that this thread starts from now on (on Linux)."""
 
@@ -69,6 +72,9 @@ def is_whole(tail: bytes, size: int) -> bool:
 
 def is_url(text: str) -> bool:
     """Whether a text is the URL of an object store or a ``file:`` URL rather than a path."""
+
+def path_of_url(url: str) -> str | None:
+    """The path on this machine that a ``file:`` URL names; ``None`` for other URLs."""
 
 def command_line(arguments: Sequence[str], signals: bool) -> int:
     """Runs ``s4w`` with these arguments; returns its exit code. If ``signals``, the command stops on
@@ -117,7 +123,7 @@ class Storages:
         """The ordinals of the CUDA devices that hold values."""
 
     def sources(self, streams: Mapping[int, int]) -> Sources:
-        """Where the values are. ``streams`` has the CUDA devices on which values will be read, by
+        """The places of the values. ``streams`` has the CUDA devices on which values will be read, by
         ordinal, and for each the stream to read them on. Values on other devices must be copied
         to the host first.
         """
@@ -199,7 +205,7 @@ class CudaEngine:
 
     def limit_frame_memory(self, bytes: int) -> None:
         """Limits the page-locked memory for encoded frames; idle memory beyond that is returned to
-        the system at once.
+        the system immediately.
         """
 
     def grow_frame_memory(self, bytes: int) -> bool:
@@ -211,7 +217,7 @@ class CudaEngine:
         """Returns idle page-locked memory for encoded frames to the system."""
 
     def scratch_high_water(self, ordinal: int) -> int:
-        """The most memory, in bytes, that the engine held on a device at once."""
+        """The most memory, in bytes, that the engine held on a device at one time."""
 
 class HostCopies:
     """Copies of CUDA tensors in page-locked host memory."""
@@ -435,7 +441,7 @@ class Writer:
 
 class Reader:
     """Reads one file. Exactly one of a path, a URL and bytes is given. Calls may come from several
-    threads at once.
+    threads at the same time.
     """
 
     def __new__(
@@ -465,7 +471,7 @@ class Reader:
         """The tensors, in the order in which they were written."""
 
     def form(self) -> str:
-        """How the saved object is stored: ``tensors``, ``tree`` or ``pickle``."""
+        """The form in which the saved object is stored: ``tensors``, ``tree`` or ``pickle``."""
 
     def tree(self) -> str | None:
         """The tree of the saved object, as JSON, if there is one."""

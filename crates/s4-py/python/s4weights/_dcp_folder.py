@@ -118,7 +118,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc, unused-
 
 
 class _Place(NamedTuple):
-    """Where a piece is."""
+    """The place of a piece."""
 
     file: str
     offset: int
@@ -129,8 +129,8 @@ _Index = tuple[str, "tuple[int, ...] | None"]
 
 
 def load_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state dict that PyTorch's `dcp_to_torch_save` would write: nested as it was, each tensor
-    in one piece. Takes memory for the result, and for the largest piece twice.
+    """The state dict that PyTorch's `dcp_to_torch_save` would write, with its original nesting
+    and each tensor in one piece. Takes memory for the result, and for the largest piece twice.
 
     Raises `NotFoundError` if there is no ``.metadata``, which PyTorch writes last;
     `UnsafeLoadError` if something would run code; `CorruptDataError` if metadata and pieces
@@ -191,7 +191,7 @@ def _read_metadata(root: Path) -> Metadata:
 
 
 def _find_places(root: Path, stored: Any) -> dict[_Index, _Place]:
-    """Where each piece is. Checks that all lie within files of the folder and do not overlap."""
+    """The place of each piece. Checks that all lie within the folder's files without overlap."""
     if type(stored) is not dict:
         raise CorruptDataError("metadata: no list of pieces")
     places: dict[_Index, _Place] = {}
@@ -334,7 +334,7 @@ def _part(
 
 
 def _read(root: Path, place: _Place, fqn: str) -> Any:
-    """Loads what `torch.save` wrote at a place."""
+    """Loads an object that `torch.save` wrote at a place."""
     with open(root / place.file, "rb", opener=_open) as file:
         file.seek(place.offset)
         values = io.BytesIO(file.read(place.length))

@@ -49,7 +49,7 @@ def to_json(metadata: Metadata, names: dict[MetadataIndex, str]) -> bytes:
 
 
 def from_json(text: bytes, where: str) -> tuple[Metadata, dict[MetadataIndex, str]]:
-    """What `to_json` wrote. ``where`` is for messages."""
+    """Reads the output of `to_json`. ``where`` is for messages."""
     try:
         read = json.loads(text)
         if read["version"] != VERSION:
@@ -63,7 +63,10 @@ def from_json(text: bytes, where: str) -> tuple[Metadata, dict[MetadataIndex, st
         planner = read["planner"]
         if planner is not None:
             planner = {fqn: tuple(path) for fqn, path in planner.items()}
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (
+        *(ValueError, TypeError, LookupError, AttributeError),
+        *(OverflowError, RecursionError),
+    ) as error:
         raise CorruptDataError(f"{where}: distributed metadata: {error!r}") from error
     return Metadata(state, planner, dict(names)), names
 

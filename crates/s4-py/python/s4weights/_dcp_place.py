@@ -1,4 +1,4 @@
-"""Where distributed checkpoints are: a store and a step."""
+"""The place of a distributed checkpoint: a store and a step."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _core
 from ._dcp_wrapped import MARK, Wrapped, unwrap
 from ._device import Compute, Places
-from ._errors import CorruptDataError
+from ._errors import CorruptDataError, MismatchError
 from ._progress import Progress, ProgressArgument
-from ._storages import read_batch
+from ._storages import has_storage, is_strided, read_batch
 
 #: Device memory for whole tensors of which only parts are wanted: a fraction of the free memory
 #: (the denominator), and the most bytes.
@@ -104,6 +104,7 @@ class StoredTensors:
         if tuple(target.shape) != lengths:
             what = f"{item.storage_index}: {lengths} values for {tuple(target.shape)}"
             raise ValueError(f"{self._where}: {what}")
+        _require_memory(target, f"{self._where}: {item.dest_index.fqn!r}")
         ends = map(operator.add, item.storage_offsets, lengths)
         if len(lengths) != len(shape) or any(map(operator.gt, ends, shape)):
             what = f"{item.storage_index}: {tuple(item.storage_offsets)}, {lengths} of {shape}"
@@ -149,6 +150,7 @@ class StoredTensors:
                 raise ValueError(
                     f"{what}: {path} is {dtype} of {stored}, and is loaded into {given}"
                 )
+            _require_memory(part, f"{what}: {path}")
             self._fill_whole(None, part.detach(), number, dtype)
         self._wrapped.append((item, target))
 
@@ -290,6 +292,17 @@ def _takes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     return target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
 
+def _require_memory(target: torch.Tensor, what: str) -> None:
+    """Raises for a target whose memory was freed: values must not be written to what follows it."""
+    if is_traceable_wrapper_subclass(target) or not is_strided(target) or has_storage(target):
+        return
+    nbytes = target.untyped_storage().nbytes()
+    raise MismatchError(
+        f"{what} cannot be filled: a tensor of shape {list(target.shape)} whose storage has "
+        f"{nbytes} bytes; was it freed?"
+    )
+
+
 def _extent(target: torch.Tensor) -> tuple[int, int]:
     """The address of a tensor's first byte, and the end of its last."""
     steps = zip(target.shape, target.stride(), strict=True)
@@ -299,7 +312,7 @@ def _extent(target: torch.Tensor) -> tuple[int, int]:
 
 
 def _differences(saved: Any, given: Wrapped) -> str:
-    """How a wrapper differs from the saved one."""
+    """The differences between a wrapper and the saved one."""
     differs = [key for key, value in given.description.items() if value != saved.get(key)]
     return ", ".join(
         f"{key} {_short(given.description[key])} instead of {_short(saved.get(key))}"
@@ -318,5 +331,8 @@ def _commit(
 ) -> None:
     if values is not target:
         target.copy_(values)
+    elif not target.is_inference():
+        # It was filled behind PyTorch's back: a backward pass must not take it for what it was.
+        torch.autograd.graph.increment_version(target)
     if item is not None:
         planner.commit_tensor(item, target)

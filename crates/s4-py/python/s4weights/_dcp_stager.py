@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from . import _core
 from ._device import Compute
+from ._errors import S4Error
 from ._names import walk_tensors
 from ._pending import HostBuffer
 from ._sources import check_threads
 from ._staging import Budget, copy_on_devices
-from ._storages import Hint, StorageWriter, is_strided
+from ._storages import Hint, StorageWriter, has_storage, is_strided
 
 #: The most buffers that are kept for later calls.
 _SPARE = 2
@@ -88,7 +89,7 @@ class _Copied(NamedTuple):
 
 
 class _StagedState(dict[str, Any]):
-    """What `Stager.stage` returns. DCP holds it for as long as the save runs."""
+    """The result of `Stager.stage`. DCP holds it for as long as the save runs."""
 
     __slots__ = ("__weakref__",)
 
@@ -143,11 +144,16 @@ class Stager(AsyncStager):  # type: ignore[misc]
         Raises:
             LimitError, RuntimeError, MemoryError: there is no memory for it. Nothing was started.
             ValueError: the stager is closed.
+            S4Error: the memory of a tensor was freed.
         """
         if self._closed:
             raise ValueError("the stager is closed")
         found = _Found()
         found.collect(state_dict)
+        if found.freed is not None:
+            paths = (path for path, tensor in walk_tensors(state_dict) if tensor is found.freed)
+            what = next(paths, "a part of a tensor")
+            raise S4Error(f"cannot save `{what}`: its storage is too small; was it freed?")
         buffer = self._take()
         try:
             with torch.no_grad():
@@ -275,6 +281,8 @@ class _Found:
         self.tensors: list[torch.Tensor] = []
         #: Strided tensors, including wrapped ones, with their storages' identity; by identity.
         self.strided: dict[int, tuple[torch.Tensor, int]] = {}
+        #: A tensor whose storage was freed: the copies of others would lie where its values should.
+        self.freed: torch.Tensor | None = None
 
     def collect(self, obj: Any) -> None:
         if isinstance(obj, torch.Tensor):
@@ -293,6 +301,8 @@ class _Found:
                     self._number(part)
         elif is_strided(tensor):
             storage = tensor.untyped_storage()
+            if not has_storage(tensor):
+                self.freed = tensor
             self.storages.number(storage, _as_bytes)
             self.strided[id(tensor)] = tensor, storage._cdata
 

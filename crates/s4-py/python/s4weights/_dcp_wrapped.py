@@ -35,7 +35,7 @@ class Wrapped(NamedTuple):
 
 
 def unwrap(tensor: torch.Tensor, where: str) -> Wrapped | None:
-    """What a tensor wraps; ``None`` if it is not a wrapper."""
+    """Describes a wrapper and the tensors that it wraps; ``None`` if the tensor is no wrapper."""
     if not is_traceable_wrapper_subclass(tensor):
         return None
     if isinstance(tensor, DTensor):

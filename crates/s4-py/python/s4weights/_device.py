@@ -1,4 +1,4 @@
-"""Where encoding and decoding run: this process's CUDA engines; and arrays of other libraries."""
+"""Where to encode and decode: this process's CUDA engines; and arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ GPU_SCRATCH, SCARCE_SCRATCH = 768 << 20, 256 << 20
 #: (the denominator).
 PINNED, PINNED_SHARE = 8 << 30, 8
 
-#: Where values in host memory are: no device, no stream.
+#: The place of values in host memory: no device, no stream.
 HOST = (-1, 0)
 
 # Engines keep pinned host memory and kernels, which take longer to set up than a save takes. An
 # engine inherited through a fork cannot be used in the child, so the key has the process id.
-_engines: dict[tuple[int, int], _core.CudaEngine] = {}
-_lock = threading.Lock()
+# A call that a progress function or signal handler makes must not wait for the call that it interrupts, so it has an
+# engine of its own: the last part of the key is how deeply calls are nested.
+_engines: dict[tuple[int, int, int], _core.CudaEngine] = {}
+# A signal handler may need an engine while the main thread makes one.
+_lock = threading.RLock()
 _warned = False
-#: How many times `free_pinned_memory` was called.
+#: The number of calls of `free_pinned_memory` so far.
 _freed = 0
 
 
 class Compute:
     """The arguments ``device=``, ``gpu_scratch=`` and ``pinned_memory=`` of one call.
 
-    Raises `S4Error` at once if ``device="cuda"`` and no GPU can be used.
+    Raises `S4Error` immediately if ``device="cuda"`` and no GPU can be used.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Compute:
         # Engines are kept until the process ends: a program that computes its own figure for each
         # call must not get one each time.
         self.scratch = GPU_SCRATCH if gpu_scratch is None else 1 << (gpu_scratch.bit_length() - 1)
-        self._found: dict[frozenset[int], _core.CudaEngine | None] = {}
+        self._found: dict[tuple[int, frozenset[int]], _core.CudaEngine | None] = {}
         if device == "cuda":
             self.engine(())
 
@@ -64,9 +67,9 @@ class Compute:
         """The engine for these devices; ``None``: their values must go through host memory."""
         if self._device == "cpu":
             return None
-        key = frozenset(ordinals)
+        key = _core.nesting(), frozenset(ordinals)
         if key not in self._found:
-            self._found[key] = self._find(key)
+            self._found[key] = self._find(key[1])
         return self._found[key]
 
     def required(self, ordinals: Iterable[int]) -> _core.CudaEngine:
@@ -100,18 +103,17 @@ class Compute:
 
 def _in_child() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 _live.at_fork(_in_child)
 
 
 def _engine(scratch: int) -> _core.CudaEngine:
-    key = (os.getpid(), scratch)
+    key = (os.getpid(), scratch, _core.nesting())
     with _lock:
-        if key not in _engines:
-            _engines[key] = _core.CudaEngine(scratch, _pinned())
-        return _engines[key]
+        made = _engines.get(key) or _core.CudaEngine(scratch, _pinned())
+        return _engines.setdefault(key, made)
 
 
 def _pinned() -> int:
@@ -131,8 +133,8 @@ def free_pinned_memory() -> None:
     global _freed
     _freed += 1
     # Without the lock: a signal handler may close a store at any point of the main thread.
-    for (process, _), engine in list(_engines.items()):
-        if process == os.getpid():
+    for key, engine in list(_engines.items()):
+        if key[0] == os.getpid():
             engine.trim_frame_memory()
 
 
@@ -164,7 +166,7 @@ def _warn(error: S4Error) -> None:
 
 
 class Places:
-    """Where storages are, for one call: a device's current stream is looked up once."""
+    """The places of storages, for one call: a device's current stream is looked up once."""
 
     def __init__(self) -> None:
         self._found: dict[torch.device, tuple[int, int]] = {}

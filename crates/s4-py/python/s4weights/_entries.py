@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ._errors import LimitError
-from ._sources import check_threads, texts_of
+from ._sources import check_flag, check_threads, texts_of
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ Ids = list[str]
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay listed: those that any rule selects, the newest one, pinned ones, and
-    all that these need. It does not change, so any thread may use it.
+    """A retention policy. The checkpoints that any rule selects stay listed, and so do the newest
+    one, pinned ones, and all that these need. A policy does not change: any thread may use it.
 
     Attributes:
         keep_last: keep this many of the newest.
@@ -83,7 +83,7 @@ class Retention:
 
     @classmethod
     def of(cls, retention: Retention | int | None) -> Retention | None:
-        """The policy for a ``retention`` argument: an integer stands for ``keep_last``."""
+        """The policy for a ``retention`` argument: an integer means ``keep_last``."""
         if retention is None or isinstance(retention, cls):
             return retention
         if type(retention) is not int:
@@ -124,8 +124,10 @@ def checked_number(name: str, value: object, least: int) -> None:
 
 
 def check_numbers(arguments: Mapping[str, object]) -> None:
-    """Raises for numbers that a store cannot work with."""
+    """Raises for numbers and flags that a store cannot work with."""
     check_threads(arguments["threads"])
+    for name in ("read_only", "allow_network_fs"):
+        check_flag(name, arguments[name])
     least = {"max_chain": 1, "bandwidth": 1, "max_hops": 1, "parent_memory": 0}
     for name, at_least in least.items():
         checked_number(name, arguments[name], at_least)
@@ -151,8 +153,8 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
 def labels_of(
     metrics: Mapping[str, float] | None, tags: Mapping[str, str] | None
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Metrics and tags as they are stored. Raises if the store would refuse them, which it does only
-    after it has uploaded the values.
+    """Metrics and tags as they are stored. Raises if the store would refuse them: the
+    store itself checks this only after it has uploaded the values.
     """
     numbers, texts = numbers_of(metrics), texts_of("tags", tags, convert=True)
     listed = json.dumps([numbers, texts], ensure_ascii=False, separators=(",", ":"))
@@ -162,7 +164,7 @@ def labels_of(
     return numbers, texts
 
 
-#: What an entry of a store's log may take, in bytes, with a little more than these.
+#: The most bytes of metrics and tags: an entry of a store's log may take a little more.
 _MOST_LISTED = 64 << 10
 #: Steps are stored in 64 bits.
 _STEPS = 1 << 64
@@ -182,7 +184,7 @@ def checked_step(step: object) -> int:
 
 
 def selected(step: object) -> int | str:
-    """What selects checkpoints: a step, or the id of an entry."""
+    """A selector of checkpoints, checked: a step, or the id of an entry."""
     if isinstance(step, str):
         return step
     try:

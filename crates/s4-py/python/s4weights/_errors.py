@@ -55,9 +55,10 @@ class StorageError(S4Error, OSError):
     ``errno`` is the system's error number, where there is one: ``ENOSPC``, ``EROFS``, ``EACCES``
     (also for an object store's 401 and 403), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the
     path or URL. ``cause`` is a keyword for programs, such as ``"Refused"``, ``"Dns"``, ``"Tls"``,
-    ``"Timeout"``, ``"Permission"``, ``"NoSuchBucket"``, ``"Throttled"``, ``"DiskFull"``. Each is
-    ``None`` if it is not known. Depending on ``errno``, the exception is also a `PermissionError`,
-    an `IsADirectoryError` and so on.
+    ``"Timeout"``, ``"Permission"``, ``"NoSuchBucket"``, ``"Throttled"``, ``"DiskFull"``, and
+    ``"Replaced"`` if another store was made in the place of an open one. Each is ``None`` if it is
+    not known. Depending on ``errno``, the exception is also a `PermissionError`, an
+    `IsADirectoryError` and so on.
     """
 
     cause: str | None = None

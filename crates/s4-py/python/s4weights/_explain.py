@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ._names import join
+from ._storages import is_of_signal
 
 #: The most globals that a message lists.
 MAX_REFUSED = 9
-#: How many keys of a long path a message shows, at either end.
+#: The number of keys of a long path that a message shows at either end.
 PATH_ENDS = 16
-#: What a message shows of a key: for one that is not a string, the most levels and parts of each;
+#: Limits on a key in a message: for one that is not a string, the most levels and parts of each;
 #: for any, the most characters.
 LABEL_DEPTH, LABEL_PARTS, LABEL_LENGTH = 3, 8, 200
 
@@ -230,8 +231,12 @@ def _globals(root: Any) -> Iterator[tuple[_Step | None, str]]:
                 todo.append((here, part, key is _SPREAD))
 
 
+#: The exceptions that `sketch` raises for a broken stream.
+_BROKEN = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, MemoryError)
+
+
 def sketch(stream: bytes) -> Any:
-    """The sketch of a pickled object. Raises some exception if the stream is broken."""
+    """The sketch of a pickled object. Raises one of `_BROKEN` if the stream is broken."""
     return _Sketch().run(stream)
 
 
@@ -239,7 +244,9 @@ def is_broken(stream: bytes) -> bool:
     """Whether a stream is not a pickle, or is truncated."""
     try:
         sketch(stream)
-    except Exception:
+    except _BROKEN as error:
+        if is_of_signal(error):
+            raise
         return True
     return False
 
@@ -258,6 +265,8 @@ def find_refused(stream: bytes) -> list[tuple[str, str]]:
                 first.setdefault(name, step)
             if len(first) == MAX_REFUSED:
                 break
-    except Exception:  # The stream is broken, which its reader has reported already.
-        return []
+    except _BROKEN as error:
+        if is_of_signal(error):
+            raise
+        return []  # The stream is broken, which its reader has reported already.
     return [(_path(step), name) for name, step in first.items()]

@@ -1,5 +1,5 @@
 """The fsspec protocol ``s4w``: files of `torch.save`, or several of them concatenated, are stored
-as ``.s4w`` files and read as what they were.
+as ``.s4w`` files and read in their original form.
 
 ``s4w://runs/a`` and ``s4w://s3://bucket/run`` add compression to ``runs/a`` and
 ``s3://bucket/run``: every file written through them that holds tensors of `torch.save` is stored as
@@ -217,7 +217,7 @@ def _wrap(values: bytearray, found: Sequence[tuple[int, int, torch.dtype]]) -> b
 
 
 def _is_read_as_it_is(values: bytearray) -> bool:
-    """Whether reading does not take a file for one that was compressed here, nor for damaged."""
+    """Whether a reader takes the bytes for neither a file compressed here nor a damaged one."""
     if not _core.is_s4w(bytes(values[:16])):
         return True
     try:
@@ -237,7 +237,7 @@ def _restore(data: bytes, name: str) -> _Restored | None:
 
 
 class _Restored(io.RawIOBase):
-    """A file as it was written. Only what is read of it is decoded."""
+    """A file in its original form. Only the parts that are read are decoded."""
 
     def __init__(self, reader: _core.Reader, text: bytes, name: str) -> None:
         self._reader = reader
@@ -293,7 +293,7 @@ class _Restored(io.RawIOBase):
 
 
 def _spans(places: list[tuple[int, int]], size: int, stored: list[int]) -> list[_Span]:
-    """Where the bytes of a file are stored. Raises `ValueError` if ``places`` does not fit."""
+    """The stored ranges of a file's bytes. Raises `ValueError` if ``places`` does not fit."""
     spans, at, rest = [], 0, 0
     for number, (offset, length) in enumerate(places):
         if offset < at or length != stored[number]:

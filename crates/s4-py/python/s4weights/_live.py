@@ -1,4 +1,4 @@
-"""What happens to background saves whose outcome nobody has seen when the process forks or ends."""
+"""Background saves whose outcome nobody has seen when the process forks or ends."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ logger = logging.getLogger("s4weights")
 
 _TRUE = ("1", "y", "yes", "true")
 
-#: What `pickle.Unpickler` takes.
+#: The arguments of `pickle.Unpickler`.
 _PICKLE_ARGUMENTS = frozenset(("fix_imports", "encoding", "errors", "buffers"))
 
 
@@ -51,7 +51,7 @@ def load(
     """Loads what `save` saved, with the arguments of `torch.load` and some more.
 
     Files of `torch.save` and safetensors files are passed to their own readers. `load` may be
-    called from several threads at once, but not with the same stream.
+    called from several threads at the same time, but not with the same stream.
 
     Args:
         f: a path, a URL or a readable binary stream.
@@ -72,7 +72,7 @@ def load(
             codecs, which preset ``"nvcomp"`` writes, and which are decoded on a GPU: their
             decoders are not safe on files of unknown origin. It has no effect on unpickling.
         keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``. The
-            dicts on the way to these parts are returned with nothing else in them, and nothing
+            dicts that lead to these parts are returned with nothing else in them, and nothing
             else is read.
         pickle_load_args: for the unpickler, such as ``encoding``.
 
@@ -175,7 +175,7 @@ def verify(
     trusted: bool = False,
 ) -> dict[str, Any]:
     """Reads and decodes all of a ``.s4w`` file and compares every checksum; needs no PyTorch.
-    It may be called from several threads at once.
+    It may be called from several threads at the same time.
 
     Returns:
         A report of what was checked.
@@ -195,7 +195,7 @@ def inspect(
     storage_options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Describes a ``.s4w`` file: versions, tensors, sizes, metadata. Reads no tensor data.
-    It may be called from several threads at once.
+    It may be called from several threads at the same time.
     """
     reader = require_s4w(open_source(f, storage_options, None))
     report: dict[str, Any] = json.loads(reader.inspect())
@@ -289,7 +289,7 @@ class Layouts(NamedTuple):
     obj: Any
     #: The indices of the storages in the file, by identity.
     numbers: dict[int, int]
-    #: Tensors that stand for others.
+    #: Tensors that stand in for others.
     stand_ins: _pickled.StandIns
 
 

@@ -13,7 +13,7 @@ from ._collection import without_collection
 from ._device import HOST, Compute, Places
 from ._errors import MismatchError
 from ._load import Layouts, layouts_of
-from ._names import join, tensors_by_path, walk_modules
+from ._names import Target, extra_state, targets_by_path, tensors_by_path
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._save import require_little_endian
@@ -29,8 +29,8 @@ _NAMED = 8
 
 
 class IncompatibleKeys(NamedTuple):
-    """Key paths of tensors that exist on one side only, which `load_into` passed over: missing in
-    the file, or unexpected there.
+    """Key paths of tensors that `load_into` passed over: missing in the file, or unexpected there.
+    Tensors that a module's state dict creates only as copies count as missing.
     """
 
     missing_keys: list[str]
@@ -62,15 +62,17 @@ def load_into(
 ) -> IncompatibleKeys:
     """Fills existing tensors, on the host or on CUDA devices, with the values of a ``.s4w`` file.
     There is never a second copy of them in memory, except of tensors that are not contiguous.
-    Several threads may call it at once, to fill different tensors.
+    Several threads may call it at the same time, to fill different tensors.
 
     Args:
         state_dict: where the tensors are: a state dict, a module, or containers of those. Tensors
             are matched by their key paths, such as ``model.layers.0.weight``; the tensors of a
-            module are those of its ``state_dict()``. Other values are left as they are;
-            ``load(f, "meta")`` shows the file's.
+            module are those of its ``state_dict()``, except the extra state that only the module
+            itself can load. Other values are left as they are; ``load(f, "meta")`` shows the file's.
         f: as in `load`. The first two arguments may be swapped.
-        strict: whether both sides must have the same tensors.
+        strict: whether both sides must have the same tensors, and all of them must be filled.
+            ``False`` passes over those of one side only, and those that a module's state dict
+            creates only as copies.
         weights_only: as in `load`.
         threads: as in `load`.
         device: as in `load`.
@@ -84,8 +86,8 @@ def load_into(
     Raises:
         TypeError: neither of the first two arguments is a file.
         MismatchError: names, dtypes or shapes differ; or a tensor is of a kind that cannot be
-            filled (sparse, quantized, distributed); or tensors share memory, and those in the file
-            do not. No tensor was touched.
+            filled (sparse, quantized, distributed) or, with ``strict``, one that a module's state dict creates only as
+            a copy; or tensors share memory, and those in the file do not. No tensor was touched.
         S4Error: any other failure, as in `load`. The tensors' values are then unspecified.
     """
     require_torch("load_into")
@@ -100,7 +102,8 @@ def load_into(
         )
     with recorder.watch():
         recorder.raw_bytes = sum(pair.target.nbytes for pair in pairs)
-        recorder.look(source, saved.keys() <= targets.keys())
+        filled = {pair.path for pair in pairs}
+        recorder.look(source, saved.keys() <= filled)
         tracker = Progress(progress, recorder.raw_bytes, "load")
         try:
             with recorder.stage("read"):
@@ -109,7 +112,7 @@ def load_into(
         finally:
             tracker.close()
     return IncompatibleKeys(
-        [path for path in targets if path not in saved],
+        [path for path in targets if path not in filled],
         [path for path in saved if path not in targets],
     )
 
@@ -131,9 +134,9 @@ def match(
 
 def _match(
     state_dict: Any, source: _core.Reader, strict: bool, weights_only: bool | None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[Pair]]:
+) -> tuple[dict[str, Target], dict[str, torch.Tensor], list[Pair]]:
     """The tensors to be filled and those of the file, by path, and the pairs of both."""
-    targets = tensors_by_path(state_dict)
+    targets = targets_by_path(state_dict)
     layouts = layouts_of(source, weights_only)
     saved = tensors_by_path(layouts.obj)
     return targets, saved, _pair(state_dict, targets, saved, layouts, strict)
@@ -157,7 +160,7 @@ def _is_file(f: Any) -> bool:
 
 def _pair(
     state_dict: Any,
-    targets: dict[str, torch.Tensor],
+    targets: dict[str, Target],
     saved: dict[str, torch.Tensor],
     layouts: Layouts,
     strict: bool,
@@ -166,12 +169,21 @@ def _pair(
     if strict:
         problems += [f"`{path}` is not in the file" for path in targets.keys() - saved.keys()]
         only = saved.keys() - targets.keys()
-        beside = _extra_state(state_dict) if only else ()
-        problems += [f"`{path}` is in the file only" for path in only if not path.startswith(beside)]
+        # Modules load their extra state themselves, so that it may be in the file only.
+        beside = tuple(f"{path}." for path in extra_state(state_dict)) if only else ()
+        left = [path for path in only if not f"{path}.".startswith(beside)]
+        problems += [f"`{path}` is in the file only" for path in left]
     pairs = []
     for path in (path for path in targets if path in saved):
-        target, there = targets[path], saved[path]
+        (_, target, is_own), there = targets[path], saved[path]
+        if not (is_own or strict):
+            continue
         differs = _difference(target, there, layouts)
+        if not (differs or is_own):
+            differs = (
+                "was only made by the module's `state_dict()`: load the file and copy it yourself "
+                "(`load_into` with `strict=False` passes over it)"
+            )
         if differs:
             problems.append(f"`{path}` {differs}")
         else:
@@ -184,20 +196,6 @@ def _pair(
         rest = [f"and {more} more"] if more > 0 else []
         raise MismatchError("; ".join(sorted(problems)[:_NAMED] + rest))
     return pairs
-
-
-def _extra_state(obj: Any) -> tuple[str, ...]:
-    """The path prefixes of the extra state of modules: modules load that themselves, so tensors
-    below these paths may be in the file only.
-    """
-    import torch
-
-    prefixes = []
-    for path, module in walk_modules(obj):
-        state = module.state_dict(keep_vars=True)
-        names = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-        prefixes += [f"{join(path, name)}." for name in names]
-    return tuple(prefixes)
 
 
 def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> str | None:
@@ -344,13 +342,13 @@ def _alike(a: _Span, b: _Span) -> bool:
 
 
 def _flips(pair: Pair) -> tuple[bool, bool]:
-    """Which signs of the stored bytes change in memory: imaginary parts', all."""
+    """Whether signs differ between stored bytes and memory: of imaginary parts, of all values."""
     target, saved = pair.target, pair.saved
     return target.is_conj() != saved.is_conj(), target.is_neg() != saved.is_neg()
 
 
 def _offset(saved: torch.Tensor) -> int:
-    """Where a saved tensor begins in its storage, in bytes."""
+    """The offset of a saved tensor in its storage, in bytes."""
     return int(saved.storage_offset() * saved.itemsize)
 
 
@@ -412,7 +410,7 @@ def _flagged(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def direct_place(pair: Pair, compute: Compute, places: Places) -> tuple[int, int] | None:
-    """Where the tensor's memory is, if the stored bytes can be read straight into it."""
+    """The place of the tensor's memory, if the stored bytes can be read straight into it."""
     target, saved = pair.target, pair.saved
     if not target.is_contiguous() or covering_shape(saved) is None:
         return None

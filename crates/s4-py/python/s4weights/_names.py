@@ -1,15 +1,16 @@
-"""Key paths: where in the saved object a tensor is, as a name for its storage."""
+"""Key paths: the place of a tensor in the saved object, as a name for its storage."""
 
 from __future__ import annotations
 
 import itertools
 import types
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ._errors import MismatchError
+from ._errors import LimitError, MismatchError
+from ._storages import is_of_signal
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,8 @@ MAX_PATH = 4 * MAX_NAME
 MAX_LABEL_DEPTH = 3
 MAX_LABEL_PARTS = 16
 
-#: The most objects that are visited to find names: names are only a convenience.
+#: The most objects that are visited to find names: names are only a convenience. And the most
+#: further paths to objects of a state that were visited already.
 MAX_VISITS = 1 << 20
 
 _PLAIN_LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
@@ -88,42 +90,210 @@ def walk_tensors(
             continue
         visits += 1
         seen.add(id(obj))
-        if isinstance(obj, torch.Tensor):
-            yield from ((join(path, p) if p else path, t) for p, t in _parts(obj))
+        parts: list[tuple[str, torch.Tensor]] = []
+        children: list[tuple[str, Any]] = []
+        try:
+            is_tensor = isinstance(obj, torch.Tensor)
+            if is_tensor:
+                parts = [(join(path, p) if p else path, t) for p, t in _parts(obj)]
             # Nearly all tensors lead to nothing else.
-            if type(obj) is torch.Tensor and not obj.__dict__:
-                continue
-        children = [(join(path, k), v) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES]
+            if not is_tensor or type(obj) is not torch.Tensor or obj.__dict__:
+                children = [
+                    (join(path, k), v) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES
+                ]
+        except Exception as error:
+            # Code of the object's class, which pickling may not run.
+            if is_of_signal(error):
+                raise
+        yield from parts
         todo.extendleft(reversed(children))
 
 
-def walk_modules(root: object) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules whose state dicts `walk_tensors` walks with ``as_state``, with their paths."""
+class Target(NamedTuple):
+    """A tensor of a state that is to be filled."""
+
+    path: str
+    tensor: torch.Tensor
+    #: ``False`` for a tensor that a module's state dict only creates, such as a copy: filling it
+    #: does not change the module.
+    is_own: bool = True
+
+
+def walk_targets(root: object) -> Iterator[Target]:
+    """As `walk_tensors` with ``as_state``, without the extra state of modules, which only they
+    themselves can load.
+    """
     import torch
 
-    return ((path, obj) for path, obj in _walk_state(root) if isinstance(obj, torch.nn.Module))
+    for path, obj in _walk_state(root):
+        if isinstance(obj, torch.Tensor):
+            yield Target(path, obj)
+            continue
+        owns = _Memory(obj)
+        for name, tensor in obj.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor) and not _is_extra(name, tensor, owns):
+                yield Target(join(path, name), tensor, owns.has(tensor))
+
+
+def extra_state(root: object) -> list[str]:
+    """The paths of the extra state of modules, and of other values in their state dicts."""
+    import torch
+
+    paths = []
+    for path, obj in _walk_state(root):
+        if isinstance(obj, torch.nn.Module):
+            owns, state = _Memory(obj), obj.state_dict(keep_vars=True)
+            paths += [
+                join(path, name)
+                for name, value in state.items()
+                if not isinstance(value, torch.Tensor) or _is_extra(name, value, owns)
+            ]
+    return paths
+
+
+class _Memory:
+    """The memory that a module holds."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        # Kept, so that no other tensor gets the identity of one of them.
+        self._registered = [*module.parameters(), *module.buffers()]
+        self._ids = {id(tensor) for tensor in self._registered}
+        self._storages: set[int | None] | None = None
+        self._others: tuple[list[torch.Tensor], set[int | None]] | None = None
+
+    def is_registered(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter or buffer, or part of one."""
+        # Nearly all are: parameters that are not initialized, or shards, may have no storage.
+        if id(tensor) in self._ids:
+            return True
+        if self._storages is None:
+            self._storages = {_storage_of(held) for held in self._registered}
+        return (key := _storage_of(tensor)) is not None and key in self._storages
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in memory that the module holds, in whatever attribute, also of a
+        parameter: shards are the parts of other tensors.
+        """
+        if self.is_registered(tensor) or not tensor.numel():
+            return True
+        if self._others is None:
+            held = [tensor for _, tensor in walk_tensors(self._module)]
+            self._others = held, {_storage_of(tensor) for tensor in held}
+        return (key := _storage_of(tensor)) is not None and key in self._others[1]
+
+
+def _is_extra(name: str, tensor: torch.Tensor, owns: _Memory) -> bool:
+    """Whether a tensor was made by a module's `get_extra_state`."""
+    return name.rpartition(".")[2] == "_extra_state" and not owns.is_registered(tensor)
+
+
+def _storage_of(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except Exception:  # It has none, as sparse ones and those that wrap others.
+        return None
 
 
 def _walk_state(root: object) -> Iterator[tuple[str, Any]]:
     """Every tensor and module that containers and attributes lead to, once per path to it. The
     parts of modules are left out.
+
+    Raises `LimitError` if containers that occur in many places make too many paths.
     """
     import torch
 
-    # Each path with the ids of the objects on the way to it, so that cycles end.
-    todo: deque[tuple[str, Any, frozenset[int]]] = deque([("", root, frozenset())])
+    # With the objects themselves, so that no other one gets their identity.
+    found: dict[int, tuple[Any, list[tuple[object, Any]] | None]] = {}
+    # Only known once a container is reached again: most states are trees, and walked once.
+    ways: dict[int, list[tuple[object, Any]] | None] | None = None
+    seen: set[int] = set()
+    again = 0
+    # The objects above the current one, so that cycles end. The second time that an object is
+    # taken, it is left.
+    above: set[int] = set()
+    todo: list[tuple[str, Any, bool]] = [("", root, False)]
     while todo:
-        path, obj, above = todo.popleft()
-        if isinstance(obj, _LEAVES) or id(obj) in above:
+        path, obj, leave = todo.pop()
+        key = id(obj)
+        if leave:
+            above.discard(key)
             continue
-        if isinstance(obj, (torch.Tensor, torch.nn.Module)):
+        if key in above or (ways is not None and key not in ways):
+            continue
+        if type(obj) is torch.Tensor:
+            children = None
+            found[key] = obj, None
+        elif type(obj) is not dict and isinstance(obj, _LEAVES):
+            continue
+        else:
+            children = _state_parts(obj, found)
+            if children is not None and not children:
+                continue
+        if key in seen:
+            if ways is None and children is not None:
+                ways = _ways(root, found)
+                if key not in ways:
+                    continue
+            again += 1
+            if again > MAX_VISITS:
+                raise LimitError(f"more than {MAX_VISITS} paths lead to the same objects")
+        seen.add(key)
+        if children is None:
             yield path, obj
             continue
-        above = above | {id(obj)}
-        children = [
-            (join(path, k), v, above) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES
-        ]
-        todo.extendleft(reversed(children))
+        if ways is not None:
+            children = ways[key] or []
+        above.add(key)
+        todo.append((path, obj, True))
+        todo += [(join(path, name), child, False) for name, child in reversed(children)]
+
+
+def _state_parts(
+    obj: Any, found: dict[int, tuple[Any, list[tuple[object, Any]] | None]]
+) -> list[tuple[object, Any]] | None:
+    """The parts of a container, or ``None`` for a tensor or a module; kept in ``found``."""
+    import torch
+
+    known = found.get(id(obj))
+    if known is None:
+        parts = None
+        if not isinstance(obj, (torch.Tensor, torch.nn.Module)):
+            parts = [(key, v) for key, v in _children(obj) if type(v) not in _PLAIN_LEAVES]
+        known = found[id(obj)] = obj, parts
+    return known[1]
+
+
+def _ways(
+    root: object, found: dict[int, tuple[Any, list[tuple[object, Any]] | None]]
+) -> dict[int, list[tuple[object, Any]] | None]:
+    """The tensors and modules, by identity, and the containers that lead to them:
+    for each container, those of its parts that are here, too.
+    """
+    within: dict[int, list[int]] = {}
+    ends, seen, todo = [], set(), [root]
+    while todo:
+        obj = todo.pop()
+        if id(obj) in seen or isinstance(obj, _LEAVES):
+            continue
+        seen.add(id(obj))
+        parts = _state_parts(obj, found)
+        if parts is None:
+            ends.append(id(obj))
+            continue
+        for _, part in parts:
+            within.setdefault(id(part), []).append(id(obj))
+            todo.append(part)
+    ways: dict[int, list[tuple[object, Any]] | None] = {}
+    while ends:
+        key = ends.pop()
+        if key not in ways:
+            ways[key] = found[key][1]
+            ends += within.get(key, ())
+    return {
+        key: None if parts is None else [part for part in parts if id(part[1]) in ways]
+        for key, parts in ways.items()
+    }
 
 
 def tensors_by_path(root: object) -> dict[str, torch.Tensor]:
@@ -131,10 +301,20 @@ def tensors_by_path(root: object) -> dict[str, torch.Tensor]:
 
     Raises `MismatchError` if two tensors have the same path, and so cannot be told apart.
     """
-    found: dict[str, torch.Tensor] = {}
-    for path, tensor in walk_tensors(root, as_state=True):
-        if found.setdefault(path, tensor) is not tensor:
-            raise MismatchError(f"`{path}` is the key path of two tensors")
+    found = _by_path(Target(*found) for found in walk_tensors(root, as_state=True))
+    return {path: target.tensor for path, target in found.items()}
+
+
+def targets_by_path(root: object) -> dict[str, Target]:
+    """The targets in a state, by path (`walk_targets`); raises as `tensors_by_path` does."""
+    return _by_path(walk_targets(root))
+
+
+def _by_path(targets: Iterable[Target]) -> dict[str, Target]:
+    found: dict[str, Target] = {}
+    for target in targets:
+        if found.setdefault(target.path, target).tensor is not target.tensor:
+            raise MismatchError(f"`{target.path}` is the key path of two tensors")
     return found
 
 

@@ -63,7 +63,7 @@ def save_checkpoint(
     For a training loop a `CheckpointStore` is better: it keeps in memory what it saved last, and
     raises the errors of background saves. ``store_options`` are the arguments of that class;
     ``blocking`` and ``stage`` are those of its `save_checkpoint`. This function may be called from
-    several threads at once.
+    several threads at the same time.
     """
     store = CheckpointStore(url, **store_options)
     if blocking:
@@ -74,7 +74,7 @@ def save_checkpoint(
     pending = store.save_checkpoint(
         state, step, metrics, tags, blocking=False, base=base, stage=stage, progress=progress
     )
-    # What a store with a runner returns has no future of its own.
+    # The result of a store with a runner has no future of its own.
     running: Pending[Any] = getattr(pending, "_submission", pending)
     running.committed.add_done_callback(lambda _: store._abandon())
     return pending
@@ -94,7 +94,7 @@ def load_checkpoint(
     """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`.
 
     ``storage_options``, ``threads`` and ``timeout`` are those of that class. This function may be
-    called from several threads at once.
+    called from several threads at the same time.
     """
     with CheckpointStore(
         url, storage_options=storage_options, threads=threads, timeout=timeout

@@ -15,6 +15,7 @@ from ._load import layouts_of
 from ._names import unique, walk_tensors
 from ._save import require_little_endian
 from ._sources import FileLike, is_url, open_source, require_s4w
+from ._storages import is_of_signal
 from ._torch import require_torch
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class _Saved(NamedTuple):
 class File(Mapping[str, Any]):
     """A ``.s4w`` file whose tensors can be read one by one, and in part.
 
-    Any thread may call any method, several at once. As a mapping it returns whole tensors by
+    Several threads may call its methods at the same time. As a mapping it returns whole tensors by
     their key paths.
     """
 
@@ -47,7 +48,7 @@ class File(Mapping[str, Any]):
         self._saved: dict[str, _Saved] = {}
         for path, tensor in walk_tensors(layouts.obj, as_state=True):
             if not torch.nn.parameter.is_lazy(tensor) and tensor.layout is torch.strided:
-                # Tensors that stand for others are on storages that the file does not have.
+                # Tensors that stand in for others are on storages that the file does not have.
                 number = layouts.numbers.get(tensor.untyped_storage()._cdata)
                 if number is not None:
                     self._saved[unique(path, self._saved)] = _Saved(tensor, number)
@@ -71,6 +72,10 @@ class File(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._saved)
+
+    def __contains__(self, key: object) -> bool:
+        # Otherwise the tensor would be read to find out.
+        return key in self._saved
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.get_tensor(key)
@@ -130,7 +135,13 @@ class Slice:
         ranges, rest = ranges_of(index, saved.shape, self._key)
         try:
             part = self._values(ranges, rest)
+        except NotImplementedError as error:
+            dtype = str(saved.dtype).removeprefix("torch.")
+            what = f"`{self._key}`: PyTorch cannot take such a part of a tensor of {dtype}"
+            raise NotImplementedError(what) from error
         except RuntimeError as error:
+            if is_of_signal(error):
+                raise
             # A tensor of few stored values may be expanded to any size.
             raise LimitError(f"no memory for `{self._key}`: {error}") from error
         return part.to(self._file._device)
@@ -184,7 +195,7 @@ def ranges_of(
     if missing < 0:
         raise IndexError(f"too many indices for `{key}` of {len(shape)} dimensions")
     at = dots[0] if dots else len(items)
-    # Where an ellipsis stands for no dimension, it still tells NumPy how to arrange the result.
+    # An ellipsis for no dimension still tells NumPy how to arrange the result.
     items[at : at + (1 if missing else 0) * len(dots)] = [slice(None)] * missing
     ranges: list[tuple[int, int]] = []
     rest: list[Any] = []

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ._device import Compute
 from ._load import get_unsafe_globals, load
 from ._save import check_preset, save
 from ._sources import check_threads
@@ -21,7 +22,7 @@ class Patch:
     """An active patch. As a context manager, it lasts until the block ends."""
 
     def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
-        #: What is restored at its end: modules, names and functions.
+        #: The modules, names and functions to restore at its end.
         self._before = before
 
     def __enter__(self) -> Patch:
@@ -69,6 +70,7 @@ def patch(**options: Any) -> Patch:
 
     Raises:
         TypeError: an option is not one of those.
+        ValueError: no call could use an option's value.
     """
     torch = require_torch("patch")
     unknown = options.keys() - {"preset", "threads", "device", "gpu_scratch"}
@@ -77,6 +79,9 @@ def patch(**options: Any) -> Patch:
     if "preset" in options:
         check_preset(options["preset"])
     check_threads(options.get("threads"))
+    device = options.get("device", "auto")
+    # Calls look for a GPU, not this: a process that has started CUDA cannot use it after a fork.
+    Compute("auto" if device == "cuda" else device, options.get("gpu_scratch"))
     of_load = {name: value for name, value in options.items() if name != "preset"}
     new_save = _replacing("save", save, options)
     new_load = _replacing("load", load, of_load)

@@ -99,8 +99,8 @@ class Pending(Generic[T]):
         self._number = next(_numbers)
         self._values: StagedValues | None = None
         self._thread: threading.Thread | None = None
-        # Held for good by the thread that ends the save: its own, or that of a caller which gives it
-        # up before its own has begun. Nobody else frees the values.
+        # Held permanently by the thread that ends the save: the save's own, or that of a caller that gives it up before
+        # the save's own thread has begun. Nobody else frees the values.
         self._owner = threading.RLock()
         self._given_up = False
         self._abandoned = False
@@ -109,7 +109,7 @@ class Pending(Generic[T]):
         if not self.committed.done():
             state = "staged" if self.staged.done() else "reading values"
         else:
-            # Unlike `exception()`, this does not count as having seen the error.
+            # Unlike `exception()`, this does not mark the error as seen.
             state = "done" if Future.exception(self.committed) is None else "failed"
         return f"<{type(self).__name__} {self._what}: {state}>"
 
@@ -197,7 +197,7 @@ class Pending(Generic[T]):
             result = save()
         except BaseException as error:
             _clear_frames(error)
-            # Whoever gave it up has an exception of their own.
+            # The caller that gave it up has its own exception.
             level = logging.INFO if self._given_up else logging.ERROR
             logger.log(level, "%s failed: %s", self._what, error)
             self._end_values()
@@ -254,7 +254,7 @@ class Pending(Generic[T]):
             self._end_values()
             self.committed.set_exception(self._error_of_giving_up())
         while not self.staged.done():
-            # However often someone presses Ctrl-C: the caller might free what is being read.
+            # However often someone presses Ctrl-C: the caller might free values that are being read.
             with contextlib.suppress(BaseException):
                 self.staged.exception()
         self.committed.exception()
@@ -299,8 +299,8 @@ class PendingSave(Pending[CheckpointEntry]):
     """A checkpoint that is being saved in the background: the result of
     `CheckpointStore.save_checkpoint` with ``blocking=False``.
 
-    Any thread may use it, several at once. In a process that was forked during the save it counts
-    as failed: the save continues in the parent process only.
+    Several threads may use it at the same time. In a process that was forked during the save it
+    counts as failed: the save continues in the parent process only.
 
     Attributes:
         step: the training step.
@@ -405,7 +405,7 @@ _waiting: weakref.WeakKeyDictionary[Any, list[Pending[Any]]] = weakref.WeakKeyDi
 
 
 class Guard:
-    """What `PendingSave.guard` returns: entering it waits."""
+    """The result of `PendingSave.guard`: entering it waits."""
 
     def __init__(self, pending: Pending[Any], optimizers: Sequence[Any]) -> None:
         self._pending = pending
@@ -555,28 +555,49 @@ def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterato
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("finish_on_sigterm: signals can only be handled on the main thread")
     check_seconds("deadline", deadline)
-    received = False
+    received: float | None = None
+    again: threading.Timer | None = None  # Sends the signal once more.
 
     def handle(signum: int, frame: Any) -> None:
-        nonlocal received
-        received = True
-        store._deadline.set(deadline)
+        nonlocal received, again
+        if received is None:
+            received = time.monotonic()
+            store._deadline.set(deadline)
         # If this thread is in a save, that continues when the handler returns, and ends the
         # process afterwards (`_after_save`).
-        if not store._saving_here:
+        if store._saving_here:
+            return
+        # Another call, such as a load, may hold the device that a background save needs: it goes on, and the signal is
+        # sent again.
+        if _core.nesting() and time.monotonic() < received + deadline:
+            if again is None or not again.is_alive():  # It is not in a child after a fork.
+                again = threading.Timer(0.05, send)
+                again.daemon = True
+                again.start()
+        else:
             end()
 
+    def send() -> None:
+        nonlocal again
+        again = None
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def end() -> None:
+        if (timer := again) is not None:
+            timer.cancel()
         store._drain(deadline)
         # `None`: a handler that Python did not install, and cannot restore.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, handle)
-    store._after_save = lambda: end() if received else None
+    store._after_save = lambda: None if received is None else end()
     try:
         yield
     finally:
         store._after_save = None
-        if signal.getsignal(signal.SIGTERM) is handle and before is not None:
-            signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is handle:
+            if received is not None:
+                end()
+            elif before is not None:
+                signal.signal(signal.SIGTERM, before)

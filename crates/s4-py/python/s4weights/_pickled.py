@@ -15,8 +15,9 @@ import io
 import pickle
 import reprlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ._collection import without_collection
 from ._errors import CorruptDataError, S4Error, UnsafeLoadError, UnsupportedFormatError
 from ._explain import find_refused, is_broken
 from ._names import walk_tensors
@@ -25,6 +26,7 @@ from ._storages import (
     StorageReader,
     StorageWriter,
     covering_shape,
+    is_of_signal,
     is_strided,
     require_storage,
 )
@@ -46,27 +48,26 @@ def dump(obj: object, storages: StorageWriter, pickle_module: Any, protocol: int
     """The pickle stream of an object; its storages are added to ``storages``."""
     import torch
 
-    hints = _hints(obj)
-
     storage_types = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
     # Only the garbage collector can free a class, so it must not keep the storages alive.
-    noted = [storages]
+    noted = [(storages, without_collection(lambda: _noted(obj)))]
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, item: Any) -> tuple[Any, ...] | None:
             # Called for every object, so the usual answer, "no", must be quick.
-            return _storage_id(item, noted[0], hints) if isinstance(item, storage_types) else None
+            return _storage_id(item, *noted[0]) if isinstance(item, storage_types) else None
 
     stream = io.BytesIO()
     try:
-        Pickler(stream, protocol=protocol).dump(obj)
+        # Thousands of small objects are made, none of them garbage.
+        without_collection(lambda: Pickler(stream, protocol=protocol).dump(obj))
     finally:
         noted.clear()
     return stream.getvalue()
 
 
-def _storage_id(item: Any, storages: StorageWriter, hints: dict[int, Hint]) -> tuple[Any, ...]:
+def _storage_id(item: Any, storages: StorageWriter, noted: _Noted) -> tuple[Any, ...]:
     import torch
 
     if isinstance(item, torch.storage.TypedStorage):
@@ -77,17 +78,27 @@ def _storage_id(item: Any, storages: StorageWriter, hints: dict[int, Hint]) -> t
         storage, dtype = item, torch.uint8
         kind = torch.serialization.normalize_storage_type(type(item))
         elements = item.nbytes()
+    if storage._cdata in noted.freed:
+        raise S4Error(noted.freed[storage._cdata][0])
     number = storages.number(
-        storage, lambda: hints.get(storage._cdata) or Hint("storage", dtype, None)
+        storage, lambda: noted.hints.get(storage._cdata) or Hint("storage", dtype, None)
     )
     location = torch.serialization.location_tag(storage)
     return ("storage", kind, str(number), location, elements)
 
 
-def _hints(obj: object) -> dict[int, Hint]:
+class _Noted(NamedTuple):
+    """Facts about storages, by identity, that are known before the object is pickled."""
+
+    hints: dict[int, Hint]
+    #: Why storages cannot be saved, with tensors that keep them alive. Pickling may not reach them.
+    freed: dict[int, tuple[str, torch.Tensor]]
+
+
+def _noted(obj: object) -> _Noted:
     import torch
 
-    hints: dict[int, Hint] = {}
+    noted = _Noted({}, {})
     plain = (torch.Tensor, torch.nn.Parameter)
     with torch._C.DisableTorchFunctionSubclass():
         for path, tensor in walk_tensors(obj):
@@ -97,10 +108,13 @@ def _hints(obj: object) -> dict[int, Hint]:
                 continue
             # One that covers its storage lies within it.
             if shape is None and type(tensor) in plain and is_strided(tensor):
-                require_storage(tensor, path)
-            if key not in hints:
-                hints[key] = Hint(path, tensor.dtype, shape)
-    return hints
+                try:
+                    require_storage(tensor, path)
+                except S4Error as error:
+                    noted.freed.setdefault(key, (str(error), tensor))
+            if key not in noted.hints:
+                noted.hints[key] = Hint(path, tensor.dtype, shape)
+    return noted
 
 
 class StandIns:
@@ -114,12 +128,12 @@ class StandIns:
         self._mode: Any = None
 
     def kind(self, tensor: torch.Tensor) -> str | None:
-        """What kind of tensor it stands for; ``None`` if it is what was saved."""
+        """The kind of tensor that it stands in for; ``None`` if it is the saved one itself."""
         made = self._made.get(tensor.untyped_storage()._cdata)
         return None if made is None else made[0]
 
     def make(self, kind: str, shape: Any) -> torch.Tensor:
-        """A tensor that stands for one of this kind."""
+        """A stand-in for a tensor of this kind."""
         import torch
 
         tensor = torch.empty(shape, device="meta").as_subclass(_stand_in())
@@ -226,7 +240,7 @@ def load(
         raise
     except Exception as error:
         # An exception of a function of the caller's is passed on as it is.
-        if persistent.raised is error:
+        if persistent.raised is error or storages.is_of_caller(error):
             raise
         broken = is_broken(stream)
         if stand_ins is not None and not broken and _wants_values(error):
@@ -245,6 +259,7 @@ def load(
             raise CorruptDataError(message) from error
         raise
     finally:
+        persistent.raised = None  # It refers to the frames, and so to all that was loaded.
         tls.map_location = None
         # PyTorch would check tensors that are left here with the next object of this thread.
         del unchecked[before:]
@@ -290,6 +305,8 @@ class _PersistentLoad:
             dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
             nbytes = elements * dtype.itemsize
         except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            if self._storages.is_of_caller(error):
+                raise
             what = _short_repr.repr(persistent_id)
             raise CorruptDataError(f"corrupt data (pickle): {what}") from error
         stored = self._storages.info(number)[3]
@@ -336,6 +353,8 @@ def unsafe_globals(stream: bytes) -> list[str]:
     try:
         needed = unpickler.get_globals_in_pkl(io.BytesIO(stream))
     except Exception as error:
+        if is_of_signal(error):
+            raise
         raise CorruptDataError(f"corrupt data (pickle): {_short_repr.repr(error)}") from error
     return sorted(set(needed) - allowed)
 
@@ -364,7 +383,7 @@ def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
 
 
 def _advice(said: str) -> list[str]:
-    """What to do about a refusal. Not every refusal is about a global that could be allowed."""
+    """Advice after a refusal. Not every refusal is about a global that could be allowed."""
     if "Unsupported operand" in said:
         return [
             "If you trust the file, load it with weights_only=False, which can run any code that the file",

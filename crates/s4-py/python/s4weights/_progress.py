@@ -78,7 +78,7 @@ class Progress:
 
 
 class _LogTenths:
-    """What ``progress=True`` does without tqdm: a log line for each tenth."""
+    """``progress=True`` without tqdm: a log line for each tenth."""
 
     def __init__(self, what: str) -> None:
         self._what = what

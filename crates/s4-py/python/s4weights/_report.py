@@ -22,7 +22,7 @@ Action = Literal["save", "load", "apply"]
 
 @dataclass(frozen=True)
 class Report:
-    """What one save or load of this process did, or failed to do.
+    """A report on one save or load of this process, successful or not.
 
     Attributes:
         action: ``"save"``, ``"load"``, or ``"apply"``. (The latter is `s4weights.sync` updating

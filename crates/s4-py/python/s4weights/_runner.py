@@ -151,7 +151,8 @@ class RunnerClient:
         arguments: Mapping[str, Any],
     ) -> RunnerSave:
         """Writes a checkpoint to the runner's incoming folder, and submits it. Of ``arguments``,
-        those of `save` are used. ``begin`` is told what runs in the background.
+        those of `save` are used. ``begin`` is called with the submission if it runs in the
+        background.
         """
         if base:
             raise ValueError("base: the runner decides what is a delta")
@@ -232,17 +233,25 @@ class RunnerClient:
         """A checkpoint from the nearest place that has it, as a file that exists while this context
         manager is active.
         """
+        with self.restored_step(step, stacklevel=6) as (_, path):
+            yield path
+
+    @contextlib.contextmanager
+    def restored_step(self, step: int | str | None, *, stacklevel: int = 4) -> Any:
+        """As `restored`, with the step: of the newest checkpoint, which may not be in the store yet,
+        only the runner knows it.
+        """
         wanted: dict[str, Any] = {"request": str(uuid.uuid4()), "timeout_ms": int(_POLL * 1000)}
         if step is not None:
             wanted["id" if isinstance(step, str) else "step"] = selected(step)
         while "running" in (found := self._request("POST", "/v1/restore", wanted)):
             pass
         for problem in found["skipped"]:
-            warnings.warn(f"passed over: {problem}", UserWarning, stacklevel=4)
+            warnings.warn(f"passed over: {problem}", UserWarning, stacklevel=stacklevel)
         logger.debug("step %d comes from tier %s", found["step"], found["tier"])
         path = Path(found["path"])
         try:
-            yield path
+            yield int(found["step"]), path
         finally:
             # If this is not permitted, the runner removes the file later.
             with contextlib.suppress(OSError):

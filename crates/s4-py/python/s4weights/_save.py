@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -110,9 +111,9 @@ def save(
 
     The file appears whole or not at all; bytes already written to a stream cannot be taken back.
 
-    It may be called from several threads at once, even with the same path: the file is that of the
-    call that began last. If other threads change tensors meanwhile, each value may be saved as it
-    was before or after the change.
+    It may be called from several threads at the same time, even with the same path: the file is
+    that of the call that began last. If other threads change tensors meanwhile, each value may be
+    saved as it was before or after the change.
 
     Args:
         obj: anything that `torch.save` takes. Arrays of JAX, CuPy and other libraries that support
@@ -179,9 +180,7 @@ def save(
     torch.serialization._check_dill_version(pickle_module)
     check_stage(stage, blocking)
     check_preset(preset)
-    if not blocking and isinstance(f, (str, os.PathLike)) and not is_url(f):
-        # The working directory may be another one when the file is written.
-        f = os.path.abspath(f)
+    f = absolute(f)
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     texts = texts_of("metadata", metadata)
     start = time.perf_counter()
@@ -314,7 +313,7 @@ class InTurn:
                 with save.lock:
                     pass
             if save.pending is not None:
-                # Unlike that of a `SaveFuture`, this does not count as having seen the error.
+                # Unlike that of a `SaveFuture`, this does not mark the error as seen.
                 Future.exception(save.pending.committed)
             save.end()
 
@@ -329,8 +328,8 @@ class InTurn:
                 _running.pop(self._place, None)
 
 
-#: The saves that are running, by what they write to, in the order in which they began. A signal
-#: handler may begin one at any time, hence a lock that its thread may hold already.
+#: The saves that are running, by their targets, in the order in which they began. A signal handler
+#: may begin one at any time, so its thread may already hold the lock.
 _running: dict[object, list[InTurn]] = {}
 _lock = threading.RLock()
 
@@ -344,8 +343,23 @@ def _in_child() -> None:
 _live.at_fork(_in_child)
 
 
+def absolute(f: FileLike) -> FileLike:
+    """A path in a form that does not depend on the working directory, which may have changed when
+    the file is written. URLs and streams are left as they are.
+    """
+    if not isinstance(f, (str, os.PathLike)) or is_url(f):
+        return f
+    path = os.fspath(f)
+    if not path or not isinstance(path, str):
+        return f
+    # Not `abspath`: what `link/..` is depends on where the link leads to.
+    with contextlib.suppress(OSError):  # It no longer exists: writing the file will report that.
+        path = os.path.join(os.getcwd(), path)
+    return path
+
+
 def _place_of(f: object) -> object:
-    """What tells one path or URL from others; ``None`` for a stream."""
+    """Identifies a path or URL; ``None`` for a stream."""
     path = path_of_url(str(f)) if is_url(f) else f
     if path is None:
         return f
@@ -353,12 +367,12 @@ def _place_of(f: object) -> object:
         return None
     try:
         return os.path.abspath(path)
-    except OSError:  # The working directory is gone: writing the file will say so.
+    except OSError:  # The working directory no longer exists: writing the file will report that.
         return os.fspath(path)
 
 
 class Described(NamedTuple):
-    """What is stored of an object besides its tensors."""
+    """The stored parts of an object besides its tensors."""
 
     #: As JSON, like the roles; ``None``: the object is not plain, and is pickled instead.
     tree: str | None
@@ -369,7 +383,7 @@ class Described(NamedTuple):
 def describe(
     obj: object, pickle_module: Any, protocol: int, yields_gil: bool = False
 ) -> tuple[StorageWriter, Described]:
-    """The storages of an object, and what else is stored of it. ``yields_gil``: nobody waits for
+    """The storages of an object, and the other stored parts of it. ``yields_gil``: nobody waits for
     this thread, so it lets others have the GIL from time to time.
     """
     storages, blobs = StorageWriter(), {}

@@ -112,7 +112,7 @@ class _Selection:
 
 
 def _key(node: Any) -> Any:
-    """A key as it was in the object."""
+    """A key in its original form."""
     if isinstance(node, dict):
         if "tuple" in node:
             return tuple(_key(part) for part in node["tuple"])

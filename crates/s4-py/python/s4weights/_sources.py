@@ -1,4 +1,4 @@
-"""What `load`, `verify` and `inspect` take: paths, URLs and streams, in one of several formats."""
+"""Inputs of `load`, `verify` and `inspect`: paths, URLs and streams, in one of several formats."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import io
 import numbers
 import operator
 import os
+import re
 import stat
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple, Union
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from . import _core
 from ._errors import NotFoundError, StorageError, UnsupportedFormatError
@@ -25,7 +24,7 @@ _HEAD = 9
 _TAIL = 64
 _MAX_SAFETENSORS_HEADER = 100_000_000
 
-#: What files of `torch.save` begin with: that of a ZIP archive, or of a pickle.
+#: The first bytes of files of `torch.save`: those of a ZIP archive, or of a pickle.
 _TORCH = (b"PK", b"\x80")
 
 #: The limit that numbers of threads stay below.
@@ -42,6 +41,13 @@ class Foreign(NamedTuple):
 
     file: FileLike
     is_safetensors: bool
+
+
+def path_of_url(url: str) -> str | None:
+    """The path on this machine that a ``file:`` URL names; ``None`` for other URLs."""
+    # Python and URLs write bytes that are not UTF-8 differently.
+    text = re.sub("[\udc80-\udcff]", lambda byte: f"%{ord(byte[0]) - 0xDC00:02X}", url)
+    return _core.path_of_url(text.encode("utf-8", "replace").decode())
 
 
 def is_url(f: object) -> bool:
@@ -143,6 +149,7 @@ def open_source(
         load_nvcomp()
     options = checked_options(storage_options)
     if is_url(f):
+        # Opened as a path, since the file may be in another format.
         path = path_of_url(str(f))
         if path is None:
             return _core.Reader(None, str(f), None, threads, options, trusted)
@@ -150,15 +157,6 @@ def open_source(
     if isinstance(f, (str, os.PathLike)):
         return _open_path(f, options, threads, trusted)
     return _open_stream(f, options, threads, trusted)
-
-
-def path_of_url(url: str) -> str | None:
-    """The path of a ``file:`` URL on this machine. It is opened as a path, since the file may be in
-    another format.
-    """
-    parts = urlsplit(url)
-    here = parts.scheme == "file" and parts.netloc in ("", "localhost") and not parts.query
-    return url2pathname(parts.path) if here else None
 
 
 def require_s4w(source: _core.Reader | Foreign) -> _core.Reader:

@@ -1,4 +1,4 @@
-"""How a background save preserves the values that tensors had at the call: ``stage=``."""
+"""Ways to preserve the values that tensors had at the call of a background save: ``stage=``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 from . import _core
 from ._device import HOST, SCARCE_SCRATCH, current_streams
 from ._errors import LimitError, S4Error
+from ._sources import check_flag
 
 if TYPE_CHECKING:
     from ._pending import HostBuffer
@@ -21,7 +22,7 @@ LEAST_FREE, FREE_SHARE = 1 << 30, 10
 
 
 class Budget(NamedTuple):
-    """How much memory staging may take."""
+    """Limits on the memory that staging takes."""
 
     #: Bytes of host memory for copies and for data that waits to be uploaded; ``None``: no limit.
     host: int | None = None
@@ -43,7 +44,10 @@ class Budget(NamedTuple):
 
 
 def check_stage(stage: str, blocking: bool) -> None:
-    """Raises `ValueError` for an unknown stage, or one other than ``"auto"`` in a blocking save."""
+    """Raises `ValueError` for an unknown stage, or one other than ``"auto"`` in a blocking save, and
+    `TypeError` if ``blocking`` is neither true nor false.
+    """
+    check_flag("blocking", blocking)
     if stage not in get_args(Stage):
         raise ValueError(f'stage={stage!r}: "auto", "device", "host" or "lazy" expected')
     if blocking and stage != "auto":

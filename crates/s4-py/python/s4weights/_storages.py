@@ -1,15 +1,19 @@
 """Storages on their way to the file and back.
 
-Whole storages are stored, as PyTorch does, keyed by identity: so views, strides, ties and aliases
-come back as they were. A storage is written as one tensor of the file, under the key path, dtype
-and shape of the first tensor that uses it.
+Whole storages are stored, keyed by identity, as in PyTorch: this preserves views, strides, ties and
+aliases. A storage is written as one tensor of the file, under the key path, dtype and shape of the
+first tensor that uses it.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]
 import functools
+import logging
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
@@ -20,6 +24,8 @@ from ._progress import Progress
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger("s4weights")
 
 #: Bytes of host memory for storages on their way to or from other devices, at a time.
 STAGING_BYTES = 256 << 20
@@ -35,7 +41,7 @@ _DTYPES = frozenset(_core.dtypes())
 
 
 class Hint(NamedTuple):
-    """What is known of a storage from the first tensor that uses it."""
+    """Facts about a storage, from the first tensor that uses it."""
 
     name: str
     dtype: torch.dtype
@@ -79,7 +85,14 @@ class StorageWriter:
 
     def find_roles(self, obj: object) -> str | None:
         """The role table (what each tensor is to the optimizer) as JSON, if there is one."""
-        return without_collection(lambda: self.native.roles(obj))
+        try:
+            return without_collection(lambda: self.native.roles(obj))
+        except Exception as error:
+            # Roles only make files smaller, and containers of other classes may do anything.
+            if is_of_signal(error):
+                raise
+            logger.debug("the roles of the tensors were not found: %r", error)
+            return None
 
     def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
         """The index of a storage. If it is new it is added, with what ``hint`` returns."""
@@ -109,7 +122,7 @@ class StorageWriter:
     def sources(
         self, engine: _core.CudaEngine | None, streams: Mapping[int, int] | None = None
     ) -> _core.Sources:
-        """Where the values are. With an engine, those on CUDA devices are read there, on
+        """The places of the values. With an engine, those on CUDA devices are read there, on
         ``streams`` or else on the current ones.
         """
         if engine is not None and streams is None:
@@ -204,9 +217,11 @@ class StorageReader:
         self._fake = torch._guards.detect_fake_mode(None) is not None
         self._empty = torch.empty
         self._map_location = map_location
-        #: The exception that a function of the caller's raised.
-        self.error_of_caller: Exception | None = None
-        self._restore = self._restoring(map_location)
+        # The functions below must not keep this reader, and so all storages, alive: a cycle would
+        # be left.
+        self._raised = _Raised()
+        self._on_signal = signal_code()
+        self._restore = _restoring(map_location, self._raised)
         is_device = isinstance(map_location, (str, torch.device))
         self._where = torch.device(map_location) if is_device else None
         self._meta = self._where is not None and self._where.type == "meta"
@@ -236,48 +251,9 @@ class StorageReader:
             raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
         return self._infos[number]
 
-    def _guarded(self, map_location: Any) -> Any:
-        import torch
-
-        if map_location is None or isinstance(map_location, (str, torch.device, dict)):
-            return map_location
-        if not callable(map_location):
-            kinds = "None, a device, a dict or a callable expected"
-            raise TypeError(f"map_location={map_location!r}: {kinds}")
-        kinds_of_storage = (torch.UntypedStorage, torch.TypedStorage)
-
-        def call(storage: Any, location: str) -> Any:
-            try:
-                result = map_location(storage, location)
-                if result is not None and not isinstance(result, kinds_of_storage):
-                    raise TypeError(f"map_location returned {result!r}: a storage or None expected")
-                return result
-            except Exception as error:
-                self.error_of_caller = error
-                raise
-
-        return call
-
-    def _restoring(self, map_location: Any) -> Callable[[Any, str], Any]:
-        """PyTorch's function that moves a storage to its place."""
-        import torch
-
-        restore: Callable[[Any, str], Any] = torch.serialization._get_restore_location(
-            self._guarded(map_location)
-        )
-        if not isinstance(map_location, dict):
-            return restore
-
-        def call(storage: Any, location: str) -> Any:
-            try:
-                return restore(storage, location)
-            except Exception as error:
-                # What the dict says is the caller's, other tags are the file's.
-                if location in map_location:
-                    self.error_of_caller = error
-                raise
-
-        return call
+    def is_of_caller(self, error: BaseException) -> bool:
+        """Whether a function of the caller's raised an exception, or a signal handler."""
+        return error is self._raised.error or is_of_signal(error, self._on_signal)
 
     def get(self, number: int, location: str) -> torch.UntypedStorage:
         """The storage with this index, on the device that its tag and ``map_location`` select."""
@@ -302,8 +278,10 @@ class StorageReader:
             return None
         try:
             tensor = self._empty(shape, dtype=dtype, device=device)
-        except RuntimeError:  # `get` will say what is wrong.
-            return None
+        except RuntimeError as error:
+            if self.is_of_caller(error):
+                raise
+            return None  # `get` will report the error.
         storage, nbytes = tensor.untyped_storage(), self._infos[number][3]
         if self._waiting is None or storage.nbytes() != nbytes:
             return None
@@ -368,7 +346,7 @@ class StorageReader:
         storage = self._ahead.pop(number)
         if storage.device == device:
             return storage
-        # What was read ahead belongs elsewhere.
+        # The storage that was read ahead belongs elsewhere.
         return self._restore(storage.cpu(), location)
 
     def _device_of(self, location: str) -> torch.device | None:
@@ -389,7 +367,7 @@ class StorageReader:
         Until `fill` has returned nobody may use their values. `close` must be called at the end.
         """
         self._waiting = []
-        # A function of the caller's that is told of the progress is called on the caller's thread.
+        # The caller's progress function is called on the caller's thread.
         together = None
         if len(self._infos) >= MANY and not self._meta and self._progress.native() is None:
             together = self._reader.read_together()
@@ -449,6 +427,92 @@ class StorageReader:
     def _requests(self, batch: list[tuple[int, torch.UntypedStorage]]) -> list[_core.PlacedRequest]:
         places = Places()
         return [(n, s.data_ptr(), s.nbytes(), places.of(s)) for n, s in batch if s.nbytes()]
+
+
+class _Raised:
+    """The exception that a function of the caller's raised."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+
+def _guarded(map_location: Any, raised: _Raised) -> Any:
+    import torch
+
+    if map_location is None or isinstance(map_location, (str, torch.device, dict)):
+        return map_location
+    if not callable(map_location):
+        kinds = "None, a device, a dict or a callable expected"
+        raise TypeError(f"map_location={map_location!r}: {kinds}")
+    kinds_of_storage = (torch.UntypedStorage, torch.TypedStorage)
+
+    def call(storage: Any, location: str) -> Any:
+        try:
+            result = map_location(storage, location)
+            if result is not None and not isinstance(result, kinds_of_storage):
+                raise TypeError(f"map_location returned {result!r}: a storage or None expected")
+            return result
+        except Exception as error:
+            raised.error = error
+            raise
+
+    return call
+
+
+def _restoring(map_location: Any, raised: _Raised) -> Callable[[Any, str], Any]:
+    """PyTorch's function that moves a storage to its place."""
+    import torch
+
+    restore: Callable[[Any, str], Any] = torch.serialization._get_restore_location(
+        _guarded(map_location, raised)
+    )
+    if not isinstance(map_location, dict):
+        return restore
+
+    def call(storage: Any, location: str) -> Any:
+        try:
+            return restore(storage, location)
+        except Exception as error:
+            # An error for a tag in the dict is the caller's; other tags come from the file.
+            if location in map_location:
+                raised.error = error
+            raise
+
+    return call
+
+
+#: Listed once, for speed, and without the functions of `signal` itself, which make each number and
+#: handler a member of an enumeration.
+_SIGNALS = tuple(map(int, signal.valid_signals()))
+_handler_of: Callable[[int], Any] = _signal.getsignal
+
+
+def signal_code() -> list[CodeType]:
+    """The code of the Python functions that handle signals."""
+    codes = []
+    for number in _SIGNALS:
+        handler = _handler_of(number)
+        if callable(handler):
+            # A function or method, a `functools.partial` of one, or an object with `__call__`.
+            for function in (handler, getattr(handler, "func", None), type(handler).__call__):
+                code = getattr(function, "__code__", None)
+                if isinstance(code, CodeType):
+                    codes.append(code)
+                    break
+    return codes
+
+
+def is_of_signal(error: BaseException, codes: Sequence[CodeType] = ()) -> bool:
+    """Whether a signal handler raised an exception. ``codes``: what `signal_code` returned before:
+    a handler may have put another one in its place.
+    """
+    known = {id(code) for code in (*codes, *signal_code())}
+    at = error.__traceback__
+    while at is not None:
+        if id(at.tb_frame.f_code) in known:
+            return True
+        at = at.tb_next
+    return False
 
 
 class _Background(Progress):
@@ -528,6 +592,8 @@ def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedS
     try:
         return torch.UntypedStorage(nbytes)
     except RuntimeError as error:
+        if is_of_signal(error):
+            raise
         raise LimitError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
 
 
@@ -549,12 +615,19 @@ def require_storage(tensor: torch.Tensor, path: str) -> None:
     """Raises `S4Error` for a tensor whose storage was freed, as sharding libraries do: the file
     would not contain its values, and could not be loaded.
     """
-    storage, item = tensor.untyped_storage(), tensor.element_size()
-    if not fits(storage.nbytes(), item, tensor.storage_offset(), tensor.shape, tensor.stride()):
+    if not has_storage(tensor):
         raise S4Error(
             f"cannot save `{path}`: a tensor of shape {list(tensor.shape)} whose storage has "
-            f"{storage.nbytes()} bytes; was it freed?"
+            f"{tensor.untyped_storage().nbytes()} bytes; was it freed?"
         )
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a strided tensor lie within its storage, which may have been freed or
+    cut short.
+    """
+    nbytes, item = tensor.untyped_storage().nbytes(), tensor.element_size()
+    return fits(nbytes, item, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def fits(nbytes: int, item: int, offset: int, shape: Sequence[int], stride: Sequence[int]) -> bool:

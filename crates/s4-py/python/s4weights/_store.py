@@ -46,14 +46,16 @@ class CheckpointStore(Catalog):
     only a few. A checkpoint is listed whole or not at all; what was saved is never changed. The
     first save creates the store if there is none.
 
-    Any thread may call any method, several at once: saves wait for each other, and `close` waits
-    for them. A function that a save calls (``progress=``), or a signal handler that runs during a
-    save, must not save to the same store or close it: that raises `RuntimeError`. After a fork the
-    child has a connection of its own, and background saves continue in the parent process only.
+    Several threads may call its methods at the same time: saves wait for each other, and `close`
+    waits for them. A function that a save calls (``progress=``), or a signal handler that runs
+    during a save, must not save to the same store or close it: that raises `RuntimeError`. When a
+    background save calls the function, so do the methods that wait for that save (`load_checkpoint`, `verify`,
+    `delete`, `undelete`, `gc`, `rebase`); `list` and `latest` work. After a fork the child has a
+    connection of its own, and background saves continue in the parent process only.
 
-    A background save that fails is logged at once, and its error is raised by the next call that
-    waits for it: a save, a load or `close`. If no such call comes, the process reports the failure
-    on stderr when it exits, and its exit status is not 0. ``with`` closes the store in any case.
+    A background save that fails is logged immediately, and its error is raised by the next call
+    that waits for it: a save, a load or `close`. If no such call comes, the process reports the
+    failure on stderr when it exits, and its exit status is not 0. ``with`` always closes the store.
 
     A store can be pickled and copied: the copy has the same arguments, and a connection of its own.
     Arguments may hold secrets (``storage_options``), and so does the pickle.
@@ -210,7 +212,9 @@ class CheckpointStore(Catalog):
             return
         try:
             self.close()
-        except Exception:  # The caller's own exception is the one that counts.
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # The caller's own exception counts. (DCP's are no `Exception`s.)
             logger.exception("%s: a save in the background failed", self.url)
 
     def close(self) -> None:
@@ -306,7 +310,7 @@ class CheckpointStore(Catalog):
                 memory, which is freed as soon as they are encoded; without room it is an error.
                 ``"host"`` returns when they have been copied to page-locked host memory, or
                 encoded into it if there is no room for copies. Both copy tensors in host memory.
-                ``"lazy"`` returns at once: the caller promises not to change or resize any tensor
+                ``"lazy"`` returns right away: the caller promises not to change or resize any tensor
                 until all have been read, which `PendingSave.guard` waits for. ``"auto"`` is
                 ``"device"`` if there is room, else ``"host"``; it needs no promise.
             base: store a base, not a delta.
@@ -429,7 +433,7 @@ class CheckpointStore(Catalog):
             with recorder.watch():
                 return save(*how)
 
-        # A progress function is given the total at once, so values are then described right away.
+        # A progress function gets the total first, so values are then described right away.
         lazily = stage == "lazy" and (progress is None or progress is False)
         if lazily and (it := self._save_lazily(begin, step, state, described, watched, recorder)):
             return it
@@ -508,7 +512,7 @@ class CheckpointStore(Catalog):
             try:
                 return save(values.sources, pending, values)
             finally:
-                # Before anyone is told that this save has ended.
+                # Before anyone learns that this save has ended.
                 self._spare = buffer
 
         begin(pending)
@@ -560,7 +564,7 @@ class CheckpointStore(Catalog):
                 one of several checkpoints of the same step.
             map_location: as in `torch.load`.
             keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``. The
-                dicts on the way to these parts are returned with nothing else in them, and nothing
+                dicts that lead to these parts are returned with nothing else in them, and nothing
                 else is read. ``None``: everything.
             fallback: if the newest checkpoint is damaged, warn and load the one before, and so on.
                 Only without a step. (A runner always does this.)
@@ -577,6 +581,7 @@ class CheckpointStore(Catalog):
         require_torch("load_checkpoint")
         require_little_endian()
         check_pickle_arguments("load_checkpoint", pickle_module, pickle_load_args)
+        check_flag("fallback", fallback)
         if fallback and step is not None:
             raise ValueError("fallback: finds the newest usable checkpoint; give no step")
         self._settle()

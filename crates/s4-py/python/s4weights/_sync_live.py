@@ -9,7 +9,7 @@ from . import _core
 from ._device import Compute, Places
 from ._errors import UnsafeLoadError
 from ._load_into import direct_place, match, set_values
-from ._names import tensors_by_path, walk_tensors
+from ._names import tensors_by_path, walk_targets, walk_tensors
 from ._progress import Progress
 from ._storages import covering_shape, is_strided, read_batch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Memory(NamedTuple):
-    """What a tensor is, and where its elements are."""
+    """A tensor's properties, and the place of its elements."""
 
     kind: type
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class LiveWeights:
         self._weights, self._compute = weights, compute
         #: Tree and tensors of the last checkpoint, to see whether the next one has the same.
         self._shape: tuple[str | None, list[_core.TensorInfo]] | None = None
-        #: The tensors as they were when they were matched with a checkpoint, by their paths.
+        #: The tensors in their state when they were matched with a checkpoint, by their paths.
         self._matched: list[tuple[str, _Memory | None]] = []
         #: The tensors to decode into, by the index of the tensor in the checkpoint.
         self._places: dict[int, torch.Tensor] = {}
@@ -76,13 +76,13 @@ class LiveWeights:
 
     def replaced(self) -> bool:
         """Whether something was replaced, converted, moved or freed since tensors were last matched
-        with a checkpoint: the memory that was filled then may be no part of the weights any more.
+        with a checkpoint: the memory that was filled then may no longer be part of the weights.
         """
         return self._now() != self._matched
 
     def _now(self) -> list[tuple[str, _Memory | None]]:
-        found = walk_tensors(self._weights, as_state=True)
-        return [(path, _Memory.of(tensor)) for path, tensor in found]
+        found = walk_targets(self._weights)
+        return [(target.path, _Memory.of(target.tensor)) for target in found]
 
     def fits(self, reader: _core.Reader) -> bool:
         """Whether a checkpoint has the tensors that the last one had."""
@@ -172,14 +172,27 @@ class LiveWeights:
         import torch
 
         with torch.no_grad():
-            # Not the aliases: a parameter made anew from the same memory has its own version.
-            for _, tensor in walk_tensors(self._weights, as_state=True):
-                if not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
-            for target, values in self._copies:
-                same = target.device == values.device and target.data_ptr() == values.data_ptr()
+            # Not the aliases: a parameter recreated on the same memory has its own version.
+            for target in walk_targets(self._weights):
+                if not target.tensor.is_inference():
+                    torch.autograd.graph.increment_version(target.tensor)
+            for tensor, values in self._copies:
+                same = tensor.device == values.device and tensor.data_ptr() == values.data_ptr()
                 if not same:
-                    set_values(target, values)
+                    set_values(tensor, values)
+
+
+def _unusual(tensor: torch.Tensor) -> str:
+    """The unusual property of a tensor that is not plain strided elements."""
+    import torch
+
+    if tensor.layout is not torch.strided:
+        return f"of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return f"quantized ({str(tensor.dtype).removeprefix('torch.')})"
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return f"on the device {tensor.device}"
+    return "a tensor that stands for another one"
 
 
 def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
@@ -193,11 +206,11 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
     found = {path: tensor.detach() for path, tensor in tensors_by_path(weights).items()}
     for path, tensor in found.items():
         if type(tensor) is not torch.Tensor:
-            # Such as a DTensor: what it stands for is not what its memory holds.
+            # Such as a DTensor: its memory does not hold the values that it represents.
             kind = type(tensor).__name__
             raise ValueError(f"`{path}` is a {kind}: only plain tensors can be published")
         if not is_strided(tensor):
-            raise ValueError(f"`{path}` is a tensor of layout {tensor.layout}: not strided")
+            raise ValueError(f"`{path}` is {_unusual(tensor)}: it cannot be published")
         # Conjugated and negated views would be published as a pickle, which subscribers refuse.
         found[path] = tensor.resolve_conj().resolve_neg()
     if not found:

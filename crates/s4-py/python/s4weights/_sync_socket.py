@@ -2,8 +2,7 @@
 bytes, over HTTP.
 
 ``GET /v1/checkpoints?after=ID&wait=SECONDS``
-    What the store lists, as JSON, as soon as its newest checkpoint is not ``ID``, or the time is
-    over.
+    The listed checkpoints, as JSON, as soon as the newest is not ``ID``, or the time is over.
 ``GET /v1/checkpoints/ID``
     The index of a checkpoint and its objects, one after the other; their sizes are in the header
     ``S4-Sizes``. The index names each object by its BLAKE3.
@@ -110,7 +109,8 @@ class Server:
             else:
                 self._server = _TcpServer(place, _Handler)
         except OSError as error:
-            raise StorageError(error.errno, f"cannot listen: {error.strerror}", address) from error
+            what = f"cannot listen: {error.strerror or error}"
+            raise StorageError(error.errno, what, address) from error
         self._server.owner = self
         #: The address that it listens at, with the actual port.
         self.address = address
@@ -121,9 +121,14 @@ class Server:
         #: Whether this is the copy in a child: the parent's thread serves.
         self._is_parents = False
         _servers.add(self)
-        self.refresh()
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, name="s4weights-sync", daemon=True).start()
+        try:
+            self.refresh()
+            serve = self._server.serve_forever
+            threading.Thread(target=serve, name="s4weights-sync", daemon=True).start()
+        except BaseException:
+            # Nobody would serve who connects, and the address would stay in use.
+            self._end()
+            raise
 
     def _in_child(self) -> None:
         """In the child after a fork. Its copy of the socket would keep the address in use."""
@@ -145,13 +150,16 @@ class Server:
             self._closed = True
             self._news.notify_all()
         self._server.shutdown()
+        self._end()
+
+    def _end(self) -> None:
         self._server.server_close()
         if self._path is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
 
     def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]:
-        """What is listed, once the newest checkpoint is not ``after``, or the time is over."""
+        """The listed checkpoints, once the newest is not ``after``, or the time is over."""
 
         def is_news() -> bool:
             return self._closed or bool(self._entries and self._entries[-1].id != after)
@@ -303,7 +311,7 @@ class Client:
         """Nothing stays open between calls."""
 
     def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]:
-        """What is listed, once the newest checkpoint is not ``after``, or the time is over."""
+        """The listed checkpoints, once the newest is not ``after``, or the time is over."""
         end = time.monotonic() + wait
         while True:
             now = min(max(end - time.monotonic(), 0.0), LONGEST_WAIT)

@@ -17,7 +17,7 @@ _MOST_CALLS = 16
 
 
 class _Depth(threading.local):
-    """How deeply calls of `call_original` are nested on this thread."""
+    """The nesting depth of `call_original` on this thread."""
 
     calls = 0
 

@@ -40,7 +40,7 @@ def find_storages(values: bytearray) -> list[tuple[int, int, torch.dtype]]:
 
 
 def _archive_end(values: bytearray, start: int) -> int | None:
-    """Where the archive that begins at ``start`` ends: after the first end record that fits it."""
+    """The end of the archive that begins at ``start``: after the first end record that fits it."""
     at = start
     while (at := values.find(_END, at)) >= 0:
         record = values[at : at + _END_BYTES]

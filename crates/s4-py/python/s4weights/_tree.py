@@ -114,7 +114,7 @@ class TreeDecoder:
         try:
             return self._node(parse_tree(text))
         except (LookupError, TypeError, ValueError, struct.error) as error:
-            if isinstance(error, CorruptDataError) or error is self._storages.error_of_caller:
+            if isinstance(error, CorruptDataError) or self._storages.is_of_caller(error):
                 raise
             raise CorruptDataError(f"corrupt data (tree): {brief(error)}") from error
 
@@ -137,6 +137,9 @@ class TreeDecoder:
     def _pairs(self, value: Any) -> list[tuple[Any, Any]]:
         pairs = (_array(pair) for pair in _array(value))
         return [(self._node(key), self._node(item)) for key, item in pairs]
+
+    def _set(self, kind: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+        return kind(items)
 
     def _odict(self, value: Any, node: dict[str, Any]) -> OrderedDict[Any, Any]:
         out = OrderedDict(self._pairs(value))
@@ -164,6 +167,8 @@ class TreeDecoder:
         try:
             return self._torch.device(_string(name))
         except RuntimeError as error:
+            if self._storages.is_of_caller(error):
+                raise
             message = f"this version of PyTorch has no device {brief(name)}"
             raise CorruptDataError(message) from error
 
@@ -192,6 +197,8 @@ class TreeDecoder:
             elif grad:
                 tensor.requires_grad_()
         except RuntimeError as error:
+            if self._storages.is_of_caller(error):
+                raise
             raise CorruptDataError(f"corrupt data (tree): {error}") from error
         self._tensors.append(tensor)
         return tensor
@@ -218,8 +225,8 @@ _DECODERS: dict[str, Callable[[TreeDecoder, Any, dict[str, Any]], Any]] = {
     "dict": lambda self, value, node: dict(self._pairs(value)),
     "odict": TreeDecoder._odict,
     "tuple": lambda self, value, node: tuple(self._items(value)),
-    "set": lambda self, value, node: set(self._items(value)),
-    "frozenset": lambda self, value, node: frozenset(self._items(value)),
+    "set": lambda self, value, node: self._set(set, self._items(value)),
+    "frozenset": lambda self, value, node: self._set(frozenset, self._items(value)),
     "int": lambda self, value, node: int(value, 16),
     "float": lambda self, value, node: struct.unpack(">d", bytes.fromhex(value))[0],
     "complex": TreeDecoder._complex,

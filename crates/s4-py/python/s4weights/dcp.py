@@ -8,7 +8,8 @@ sharding are stored as deltas::
     import s4weights.dcp
 
     dcp.save(state, storage_writer=s4weights.dcp.StorageWriter("s3://bucket/run", step=1000))
-    dcp.load(state, storage_reader=s4weights.dcp.StorageReader("s3://bucket/run", step=1000))
+    reader = s4weights.dcp.StorageReader("s3://bucket/run", step=1000)
+    dcp.load(state, storage_reader=reader, planner=s4weights.dcp.LoadPlanner())
 
 The result is a checkpoint like any other: retention, `verify` and the command line work on it, and
 any number of ranks, with any sharding, can load it. Only the chunks that a rank needs are decoded.
@@ -51,6 +52,7 @@ from ._dcp_place import Place, is_id
 from ._dcp_planners import LoadPlanner, SavePlanner
 from ._dcp_read import StoredTensors
 from ._dcp_stager import Stager, device_copies
+from ._dcp_together import exchanges, or_no_load, or_no_save, sends_errors
 from ._dcp_wrapped import MARK, unwrap
 from ._device import HOST, Places
 from ._entries import CheckpointEntry, checked_step, labels_of
@@ -58,7 +60,8 @@ from ._errors import ConflictError, NotFoundError, UnsupportedFormatError
 from ._pending import Outside, saving_here
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._storages import dtype_name
+from ._sources import check_flag
+from ._storages import dtype_name, is_strided, require_storage
 from ._store import CheckpointStore
 
 __all__ = [
@@ -82,12 +85,13 @@ _RANK, _RANKS = "dcp.rank", "dcp.ranks"
 _WEIGHTS, _OPTIMIZER = 0, 1
 
 
-#: How many items each rank's plan had: a planner that caches plans sends unchanged ones without.
+#: The number of items in each rank's plan, for later saves: a planner that caches plans sends
+#: unchanged plans without their items.
 _items_of: dict[int, int] = {}
 
 
 class _Share(NamedTuple):
-    """What the coordinator tells a rank before the rank writes."""
+    """The coordinator's message to a rank before the rank writes."""
 
     part_of: str
     rank: int
@@ -165,6 +169,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._place = Place(store, None if step is None else checked_step(step), options)
+        for name, flag in (("base", base), ("overwrite", overwrite)):
+            check_flag(name, flag)
         self._overwrite = overwrite
         self._progress = progress
         self._metrics, self._tags = labels_of(metrics, tags)
@@ -173,7 +179,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._rank = 0
         #: Without collectives: tags that say which rank's checkpoint it is.
         self._alone: dict[str, str] = {}
-        #: What the store lists after a save; set on the coordinating rank only.
+        #: The store's entry after a save; set on the coordinating rank only.
         self.entry: CheckpointEntry | None = None
 
     @property
@@ -211,6 +217,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
+    @sends_errors
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         raw = sum(_nbytes(item) for plan in plans for item in plan.items)
         native = self._place.store._open("open_or_create")
@@ -236,6 +243,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 what = f"Checkpoint already exists: {place} is {entry.id}, and overwrite=False"
                 raise ConflictError(what)
 
+    @sends_errors
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = _of_thread.share or plan.storage_data
         store = self._place.store
@@ -268,6 +276,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         done.set_result(results)
         return done
 
+    @sends_errors
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store, step = self._place.store, self._place.step
         if self._part_of is None or step is None:
@@ -412,6 +421,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self._found)
 
+    @sends_errors
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         # Each rank looks for the checkpoint on its own. A planner may make plans without ours.
         ranks: dict[_Found, int] = {}
@@ -425,6 +435,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             raise ConflictError(f"{self._place}: {what}: {found}: {hint}")
         return plans
 
+    @sends_errors
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         reader = self._loaded()
         compute = self._place.store._compute()
@@ -465,7 +476,8 @@ def save(
     Returns:
         The store's entry on the coordinating rank; ``None`` on the others.
     """
-    writer = StorageWriter(store, step=step, **options)
+    with or_no_save(process_group, no_dist):
+        writer = StorageWriter(store, step=step, **options)
     with saving_here(writer._place.store):
         dcp.save(
             state_dict,
@@ -498,18 +510,23 @@ def async_save(
         A future of what `dcp.save` returns. Closing the store waits for it, and raises its error if
         nobody has asked for that.
     """
-    writer = StorageWriter(store, step=step, **options)
+    with or_no_save(process_group, no_dist):
+        writer = StorageWriter(store, step=step, **options)
     pending = Outside(f"{writer._place}: the save", writer._place.store._outside)
     with saving_here(writer._place.store):
-        future = dcp.async_save(
-            state_dict,
-            storage_writer=writer,
-            planner=planner or SavePlanner(),
-            process_group=process_group,
-            async_stager=stager,
-            no_dist=no_dist,
-        )
+        # DCP stages before it exchanges anything, on a thread.
+        with or_no_save(process_group, no_dist):
+            future = dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                planner=planner or SavePlanner(),
+                process_group=process_group,
+                async_stager=stager,
+                no_dist=no_dist,
+            )
         pending.follow(future)
+        if not no_dist:
+            exchanges(future)
     return pending.committed
 
 
@@ -530,23 +547,27 @@ def load(
         store: as in `StorageReader`, and so are ``step`` and ``options``.
         planner: ``None``: a `LoadPlanner`.
     """
-    if step is None and not no_dist and _world() > 1:
-        step = _newest(StorageReader(store, **options), process_group)
+    agree = step is None and not no_dist and _world() > 1
+    with or_no_load(process_group, no_dist, lambda: agree and _newest(None, process_group)):
+        reader = StorageReader(store, step=step, **options)
+    if agree:
+        reader._place.step = _newest(reader, process_group)
     dcp.load(
         state_dict,
-        storage_reader=StorageReader(store, step=step, **options),
+        storage_reader=reader,
         planner=planner or LoadPlanner(),
         process_group=process_group,
         no_dist=no_dist,
     )
 
 
-def _newest(reader: StorageReader, group: Any) -> Any:
+def _newest(reader: StorageReader | None, group: Any) -> Any:
     """The checkpoint that is the newest for the group's first rank: all ranks load that one, even
     if another is listed meanwhile. ``None`` if it found none: then each rank's load says why.
+    Without a reader, a rank only hears what the first one found.
     """
     found: list[Any] = [None]
-    if dist.get_rank(group) == 0:
+    if reader is not None and dist.get_rank(group) == 0:
         try:
             found = [reader._entry(None).id]
         except NotFoundError:
@@ -575,6 +596,10 @@ def _name(item: WriteItem) -> str:
     data, index = item.tensor_data, item.index
     # Escaped, so that no shard has the name of another tensor. No name is empty.
     name = str(index.fqn).replace("~", "~0").replace("@", "~1") or "~"
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedFormatError(f"{index.fqn!r}: UTF-8 cannot express this name") from error
     if data is None or data.chunk.sizes == data.size or index.offset is None:
         return name
     return f"{name}@{','.join(map(str, index.offset))}"
@@ -610,6 +635,10 @@ def _plain(data: torch.Tensor, where: str) -> torch.Tensor:
         raise UnsupportedFormatError(f"{where}: a tensor with strides expected")
     if dtype_name(tensor.dtype) == "bytes":
         raise UnsupportedFormatError(f"{where}: the format has no {tensor.dtype}")
+    if tensor.is_meta or is_strided(tensor):
+        if tensor.untyped_storage().device.type == "meta":
+            raise UnsupportedFormatError(f"{where}: a tensor without values, such as one on `meta`")
+        require_storage(tensor, where)
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +33,10 @@ from ._names import join, unique
 from ._open import File, Slice, name_of, ranges_of
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._save import InTurn, new_writer, require_little_endian
+from ._save import InTurn, absolute, new_writer, require_little_endian
 from ._select import select
 from ._sources import FileLike, open_source, require_s4w, texts_of
+from ._storages import is_of_signal, signal_code
 from ._tree import TreeDecoder, brief, natural, row_major
 
 __all__ = ["ArrayFile", "ArraySlice", "load", "open", "save"]
@@ -72,6 +73,7 @@ def save(
     """
     require_little_endian()
     texts = texts_of("metadata", metadata)
+    f = absolute(f)
     recorder, turn = Recorder("save", f), InTurn(f)
     with recorder.watch():
         arrays = _Arrays()
@@ -122,8 +124,8 @@ def load(
         their names.
 
     Raises:
-        UnsupportedFormatError: it is not a ``.s4w`` file, its object was pickled, or NumPy lacks
-            one of its dtypes.
+        UnsupportedFormatError: it is not a ``.s4w`` file, its object was pickled, NumPy lacks one of
+            its dtypes, or it has sets of tensors.
         S4Error: any other failure, as in `s4weights.load`.
     """
     recorder = Recorder("load", f)
@@ -193,8 +195,8 @@ class _Layout(NamedTuple):
 class ArrayFile(File):
     """A ``.s4w`` file whose tensors can be read one by one, and in part, as arrays.
 
-    Any thread may call any method, several at once. As a mapping it returns whole arrays by their
-    key paths.
+    Several threads may call its methods at the same time. As a mapping it returns whole arrays by
+    their key paths.
     """
 
     def __init__(self, name: str, reader: _core.Reader, infos: list[_core.TensorInfo]) -> None:
@@ -306,15 +308,17 @@ class _Arrays:
 class _Storages:
     """The bytes behind the arrays. They are read once all arrays have been created."""
 
-    #: No function of the caller's is called here.
-    error_of_caller = None
-
     def __init__(self, infos: list[_core.TensorInfo]) -> None:
         self._infos = infos
+        self._on_signal = signal_code()
         self._found: dict[int, _Array] = {}
 
     def __len__(self) -> int:
         return len(self._infos)
+
+    def is_of_caller(self, error: BaseException) -> bool:
+        # No function of the caller's is called here.
+        return is_of_signal(error, self._on_signal)
 
     def info(self, number: int) -> _core.TensorInfo:
         if number >= len(self._infos):
@@ -375,8 +379,18 @@ class _LayoutDecoder(TreeDecoder):
 class _Decoder(_LayoutDecoder):
     """Builds the object that a tree describes, with arrays whose values are read later."""
 
+    def _set(self, kind: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+        if any(map(_has_array, items)):
+            raise UnsupportedFormatError("a set of tensors: arrays cannot be in sets")
+        return super()._set(kind, items)
+
     def _made(self, layout: _Layout) -> Any:
         return layout.on(self._arrays.get(layout.number))
+
+
+def _has_array(obj: Any) -> bool:
+    """Whether something that belongs into a set is an array, or a tuple with one."""
+    return isinstance(obj, np.ndarray) or (isinstance(obj, tuple) and any(map(_has_array, obj)))
 
 
 def _layouts(obj: Any, path: str) -> Iterator[tuple[str, _Layout]]:

@@ -27,14 +27,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
-from . import _core
+from . import _core, _live
 from ._device import Compute
 from ._entries import CheckpointEntry, Retention
 from ._errors import CorruptDataError, NotFoundError, S4Error
@@ -45,6 +45,7 @@ from ._staging import Stage
 from ._store import CheckpointStore
 from ._sync_live import LiveWeights, tensors_of
 from ._sync_socket import Client, Server, is_address
+from ._turn import Turn
 
 __all__ = ["Publisher", "Subscriber", "Update"]
 
@@ -58,6 +59,17 @@ _MOST_CHAIN = 64
 _OVERHEAD = 64 << 20
 #: Seconds between two queries of a store.
 _POLL = 0.5
+
+#: Those whose turn a fork resets: in the child, nobody would end what another thread was doing.
+_forked: weakref.WeakSet[Publisher | Subscriber] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for one in _forked:
+        one._turn = Turn()
+
+
+_live.at_fork(_in_child)
 
 
 class Publisher:
@@ -123,8 +135,9 @@ class Publisher:
                 self._url = f"memory:///{uuid.uuid4()}"
             if "parent_memory" in options:
                 self._open(0)
-        self._lock = threading.Lock()
-        #: Whether a base was published, and what it replaces is still stored.
+        self._turn = Turn()
+        _forked.add(self)
+        #: Whether a base was published, and the checkpoints that it replaces are still stored.
         self._sweeps = False
         self._server: Server | None = None
         #: The store as an earlier publisher left it, served until this one publishes.
@@ -195,9 +208,12 @@ class Publisher:
         Raises:
             S4Error: as in `CheckpointStore.save_checkpoint`.
             ValueError: there are no tensors, or one is not a plain tensor, such as a DTensor.
+            RuntimeError: a signal handler calls it, and has interrupted this publisher.
         """
+        if self._turn.is_mine():
+            raise RuntimeError("this thread is publishing: a signal handler cannot do so, too")
         tensors = tensors_of(weights)
-        with self._lock:
+        with self._turn.take():
             store = self._open(sum(tensor.nbytes for tensor in tensors.values()))
             how: dict[str, Any] = {"base": base, "metrics": metrics, "tags": tags}
             if self._is_private:
@@ -276,7 +292,7 @@ class Publisher:
             logger.warning("%s: subscribers were not told of step %d: %s", url, entry.step, error)
 
     def _sweep(self, store: CheckpointStore) -> None:
-        """Deletes what a base has replaced; called with the lock, while no save is running."""
+        """Deletes what a base has replaced; called in the publisher's turn, while no save is running."""
         if not self._sweeps:
             return
         self._sweeps = False
@@ -290,7 +306,7 @@ class Publisher:
 
 @dataclass(frozen=True)
 class Update:
-    """What `Subscriber.apply_delta` did.
+    """The result of `Subscriber.apply_delta`.
 
     Attributes:
         step: the step whose weights the subscriber now has.
@@ -319,7 +335,7 @@ class _Held(NamedTuple):
 
 
 class _Source(Protocol):
-    """Where checkpoints come from."""
+    """A source of checkpoints."""
 
     name: str
 
@@ -382,6 +398,7 @@ class Subscriber:
         storage_options: Mapping[str, str] | None = None,
     ) -> None:
         check_threads(threads)
+        check_seconds("timeout", timeout)
         compute = Compute(device, gpu_scratch)
         text = os.fspath(source)
         self._source: _Source
@@ -396,7 +413,8 @@ class Subscriber:
             )
         self._weights = LiveWeights(weights, compute)
         self._held: _Held | None = None
-        self._lock = threading.Lock()
+        self._turn = Turn()
+        _forked.add(self)
 
     @property
     def step(self) -> int | None:
@@ -428,24 +446,43 @@ class Subscriber:
             since the last call are filled, even if nothing new was published.
 
         Raises:
+            RuntimeError: a signal handler calls it, and has interrupted an update.
             NotFoundError: that step is not listed.
             MismatchError: the tensors do not match those that are published; none was touched.
-            CorruptDataError: what is published is damaged.
+            CorruptDataError: a published checkpoint is damaged.
             StorageError: the source does not answer.
             After the last two the weights are unspecified, and the next call reads all of them.
         """
         check_seconds("wait", wait)
-        with self._lock:
-            held = None if self._held is None else self._held.entry.id
-            entries = self._source.entries(held if step is None else None, wait)
-            try:
-                return self._bring(entries, step)
-            except NotFoundError:
-                # A checkpoint that was just listed may have been retired and deleted since.
-                again = self._source.entries(None, 0.0)
-                if [entry.id for entry in again] == [entry.id for entry in entries]:
-                    raise
-                return self._bring(again, step)
+        if self._turn.is_mine():
+            raise RuntimeError("this thread is updating the weights: a signal handler cannot do so, too")
+        end = time.monotonic() + wait
+        while True:
+            held = self._held
+            after = None if held is None or step is not None else held.entry.id
+            # Out of turn: other threads need not wait for something new.
+            entries = self._source.entries(after, wait)
+            with self._turn.take():
+                changed = self._held is not held
+                if changed:
+                    # Meanwhile another thread may have got further than this list.
+                    entries = self._source.entries(None, 0.0)
+                done = self._bring_listed(entries, step)
+            wait = end - time.monotonic()
+            # The other thread may already have applied the new checkpoint: there is time left to
+            # wait for more.
+            if done is not None or step is not None or not changed or wait <= 0:
+                return done
+
+    def _bring_listed(self, entries: list[CheckpointEntry], step: int | None) -> Update | None:
+        try:
+            return self._bring(entries, step)
+        except NotFoundError:
+            # A checkpoint that was just listed may have been retired and deleted since.
+            again = self._source.entries(None, 0.0)
+            if [entry.id for entry in again] == [entry.id for entry in entries]:
+                raise
+            return self._bring(again, step)
 
     def _bring(self, entries: list[CheckpointEntry], step: int | None) -> Update | None:
         recorder = Recorder("apply", self._source.name)

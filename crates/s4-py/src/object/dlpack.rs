@@ -61,7 +61,7 @@ const CUDA: i32 = 2;
 #[derive(Clone, Copy)]
 pub(super) struct Exchange(unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int);
 
-/// What that function says about a tensor.
+/// That function's description of a tensor.
 pub(super) struct Described {
     /// The ordinal of its CUDA device; `None`: the host.
     pub(super) cuda: Option<u32>,

@@ -1,4 +1,4 @@
-//! Key paths: where in the saved object a tensor is, as a name for its storage.
+//! Key paths: the place of a tensor in the saved object, as a name for its storage.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;
@@ -11,7 +11,7 @@ const MAX_NAME: usize = 4096 - 16;
 /// Characters of a key path.
 const MAX_PATH: usize = 4 * 4096;
 
-/// Where an object is: below another one, under a key.
+/// The place of an object: below another one, under a key.
 #[derive(Clone, Copy)]
 pub(super) enum Path<'a> {
     Root,

@@ -1,8 +1,8 @@
-//! Finds out what each tensor is to the optimizer, from the structure of a state dict.
+//! Finds each tensor's role in the optimizer from the structure of a state dict.
 //!
 //! A training checkpoint is usually `{"model": ..., "optimizer": optimizer.state_dict(), ...}`. Its tensors are
 //! stored in two groups, so that weights can be read without the optimizer's state, and the file says which moment
-//! belongs to which weight. A wrong guess costs some ratio, and nothing else.
+//! belongs to which weight. A wrong guess only costs compression ratio.
 
 use std::collections::BTreeMap;
 
@@ -14,14 +14,14 @@ use serde::Serialize;
 
 use super::storages::Storages;
 use super::torch::{Shape, sizes};
-use super::tree::{address, pairs_of};
+use super::tree::address;
 use crate::writer::to_value_error;
 use s4weights::format::limits::MAX_SCALARS;
 
 /// The group of an optimizer's state; weights and everything else are in the first group.
 const OPTIMIZER: u8 = 1;
 
-/// How deep to look for optimizers: `{"trainer": {"optimizers": [...]}}`.
+/// The depth of the search for optimizers: `{"trainer": {"optimizers": [...]}}`.
 const DEPTH: usize = 4;
 
 /// Keys under which frameworks keep the fp32 master weights of a 16-bit model: lists of tensors, in the order of the
@@ -177,12 +177,28 @@ fn items_of<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
     if let Ok(dict) = obj.cast_exact::<PyDict>() {
         Ok(dict.iter().map(|(_, value)| value).collect())
     } else if obj.is_instance_of::<PyDict>() {
-        obj.call_method0(intern!(obj.py(), "values"))?.try_iter()?.collect()
+        own_method(obj, "values")?.try_iter()?.collect()
     } else if is_container(obj) {
         obj.try_iter()?.collect()
     } else {
         Ok(vec![])
     }
+}
+
+/// The pairs of a dict, in its own order.
+fn pairs_of<'py>(
+    dict: &Bound<'py, PyDict>,
+) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    if dict.is_exact_instance_of::<PyDict>() {
+        return Ok(dict.iter().collect());
+    }
+    own_method(dict, "items")?.try_iter()?.map(|item| item?.extract()).collect()
+}
+
+/// Calls a method of an object's class: in the idiom `self.__dict__ = self` of dicts whose keys are attributes, too, a
+/// key of that name hides it.
+fn own_method<'py>(obj: &Bound<'py, PyAny>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    obj.get_type().getattr(name)?.call1((obj,))
 }
 
 /// The shape of a tensor; `None`, which matches no other, if it is not a list of numbers.

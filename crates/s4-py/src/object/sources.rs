@@ -1,4 +1,4 @@
-//! `_core.Sources`: where the values of an object's storages are.
+//! `_core.Sources`: the places of the values of an object's storages.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,8 +1,7 @@
 //! `_core.Storages`: the storages of an object, on their way to a file.
 //!
-//! Whole storages are stored, as PyTorch does, keyed by identity: so views, strides, ties and aliases come back as
-//! they were. A storage is written as one tensor of the file, under the key path, dtype and shape of the first
-//! tensor that uses it.
+//! Whole storages are stored, keyed by identity, as in PyTorch: this preserves views, strides, ties and aliases. A
+//! storage is written as one tensor of the file, under the key path, dtype and shape of the first tensor that uses it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, btree_map};
 use std::io::Write as _;
@@ -80,7 +79,7 @@ impl Storages {
         tree_of(obj, &mut tensors)
     }
 
-    /// Puts weights and the optimizer's state into different groups. Returns the role table (what each tensor is to the
+    /// Puts weights and the optimizer's state into different groups. Returns the role table (each tensor's role in the
     /// optimizer) as JSON, if there is one.
     fn roles(&mut self, obj: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
         roles::find(obj, self)
@@ -129,8 +128,8 @@ impl Storages {
         ordinals.into_iter().collect()
     }
 
-    /// Where the values are. `streams` has the CUDA devices on which values will be read, by ordinal, and for each the
-    /// stream to read them on. Values on other devices must be copied to the host first.
+    /// The places of the values. `streams` has the CUDA devices on which values will be read, by ordinal, and for each
+    /// the stream to read them on. Values on other devices must be copied to the host first.
     fn sources(&self, py: Python<'_>, streams: HashMap<u32, u64>) -> PyResult<Sources> {
         let source = |e: &Entry| {
             let place = match e.device {
@@ -353,7 +352,9 @@ impl<'py> Leaves<'py> for Tensors<'_, 'py> {
         }
         let kind = obj.get_type();
         let node = if kind.is(&self.torch.size) {
-            format!("{{\"torch.Size\":{:?}}}", sizes(obj)?)
+            // Such as `torch.Size([-1, 3])`, the argument of a reshape.
+            let Ok(sizes) = sizes(obj) else { return Err(Stop::NotPlain) };
+            format!("{{\"torch.Size\":{sizes:?}}}")
         } else if kind.is(&self.torch.dtype) {
             format!("{{\"torch.dtype\":\"{}\"}}", self.storages.dtypes.get(obj)?.name)
         } else if kind.is(&self.torch.device) {

@@ -63,7 +63,7 @@ pub(super) struct Plain<'py> {
     pub(super) nbytes: u64,
 }
 
-/// Where a storage is.
+/// The place of a storage.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Device {
     Host,
@@ -72,7 +72,7 @@ pub(super) enum Device {
 }
 
 impl DTypes {
-    /// What is known of a dtype.
+    /// The description of a dtype.
     pub(super) fn get(&mut self, dtype: &Bound<'_, PyAny>) -> PyResult<Arc<TorchDType>> {
         if let Some((_, info)) = self.known.iter().find(|(known, _)| known.is(dtype)) {
             return Ok(Arc::clone(info));
@@ -89,7 +89,7 @@ impl DTypes {
         Ok(info)
     }
 
-    /// What is known of a tensor's dtype, by DLPack's description of it.
+    /// The description of a tensor's dtype, found by DLPack's description of it.
     fn of_code(&mut self, code: DlDType, tensor: &Bound<'_, PyAny>) -> PyResult<Arc<TorchDType>> {
         if let Some((_, info)) = self.by_code.iter().find(|(known, _)| *known == code) {
             return Ok(Arc::clone(info));
@@ -196,7 +196,7 @@ impl<'py> Torch<'py> {
     }
 }
 
-/// Where a storage of PyTorch's is.
+/// The place of a PyTorch storage.
 pub(super) fn device_of(storage: &Bound<'_, PyAny>) -> PyResult<Device> {
     let device = storage.getattr("device")?;
     Ok(match device.getattr("type")?.extract::<String>()?.as_str() {
@@ -206,7 +206,7 @@ pub(super) fn device_of(storage: &Bound<'_, PyAny>) -> PyResult<Device> {
     })
 }
 
-/// What PyTorch calls the device of a storage.
+/// PyTorch's name for the device of a storage.
 pub(super) fn location_tag(storage: &Bound<'_, PyAny>) -> PyResult<String> {
     let torch = storage.py().import("torch")?;
     torch.getattr("serialization")?.call_method1("location_tag", (storage,))?.extract()

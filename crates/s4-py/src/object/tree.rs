@@ -21,7 +21,7 @@ const MAX_BYTES: usize = 1 << 20;
 /// Only integers below this in size are exact in every JSON reader.
 const SAFE_INT: i64 = 1 << 53;
 
-/// Why there is no tree.
+/// The reasons why there is no tree.
 pub(super) enum Stop {
     /// The object needs a pickle: it is more than plain values in plain containers.
     NotPlain,
@@ -34,7 +34,7 @@ impl<E: Into<PyErr>> From<E> for Stop {
     }
 }
 
-/// What was written for an object that is neither a plain value nor a container.
+/// The kind of node written for an object that is neither a plain value nor a container.
 pub(super) enum Leaf {
     /// A tensor's node: if the object occurs again, a reference to this node is written.
     Tensor,

@@ -12,6 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+# Here and in processes that are killed: sums and matrix products depend on how they are divided between threads.
+torch.set_num_threads(1)
+
 HERE = Path(__file__).parent
 #: Where test modules are.
 PATHS = [str(HERE), str(HERE / "on_request"), str(HERE.parent)]
@@ -40,6 +45,20 @@ for module, name, *arguments in calls:
     if not (os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == 9):
         sys.exit(f"{module}.{name} {arguments}: ended with {ended}, not by SIGKILL")
 """
+
+
+class Layer(torch.nn.Module):
+    """A linear layer without BLAS, which may choose other kernels in another process, or for other
+    addresses: the last bits then differ.
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.bias = torch.nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(-2) * self.weight).sum(-1) + self.bias
 
 
 def die() -> None:
@@ -75,7 +94,7 @@ def run_ranks(world: int, module: str, function: str, *arguments: str) -> list[i
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        # Compilation at run time needs programs that are installed beside Python.
+        # Compilation at run time needs programs that are installed next to Python.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "OMP_NUM_THREADS": "1",
     }

@@ -33,7 +33,8 @@ def test_an_adapter_without_its_framework(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, module, raising=False)
     before = {*sys.modules}
     with pytest.raises(
-        ImportError, match=rf"{module} needs .*: pip install 's4weights\[{name}\]'$"
+        ImportError,
+        match=rf"{module} needs .*: in a checkout, pip install '\./crates/s4-py\[{name}\]'$",
     ):
         importlib.import_module(module)
     # The error comes before anything large is imported.
@@ -44,7 +45,7 @@ def test_an_adapter_without_its_framework(name: str, monkeypatch: pytest.MonkeyP
 def test_an_adapter_has_an_extra_and_a_page(name: str) -> None:
     rules = (HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(rf'^{name} = \[.*"torch>=2\.6"', rules, re.MULTILINE)
-    assert f"s4weights[{name}]" in (GUIDES / f"{name}.md").read_text(encoding="utf-8")
+    assert f"./crates/s4-py[{name}]" in (GUIDES / f"{name}.md").read_text(encoding="utf-8")
     assert f"({name}.md)" in (GUIDES / "README.md").read_text(encoding="utf-8")
 
 

@@ -162,3 +162,23 @@ def test_steps_in_names() -> None:
     assert {name: step_in(name) for name in names} == names
     with pytest.raises(ValueError, match="last"):
         step_in("5/last.ckpt")
+
+
+def test_a_folder_that_a_runner_published_is_found_by_its_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/file").write_text("text")
+    with s4weights.CheckpointStore(tmp_path / "store") as store:
+        entry = save_folder(store, tmp_path / "made", 1, tags={"s4w.submission": "the id"})
+        (tmp_path / "made/file").write_text("other")
+        save_folder(store, tmp_path / "made", 2)
+    there = s4weights.CheckpointStore(tmp_path / "store", runner="unix:///nobody")
+
+    def forgotten(method: str, path: str, message: object = None) -> dict[str, Any]:
+        raise s4weights.NotFoundError(2, "runner: no such submission")
+
+    monkeypatch.setattr(there.runner, "_request", forgotten)
+    for id in ("the id", entry.id):
+        restore_folder(there, tmp_path / "again", id)
+        assert (tmp_path / "again/file").read_text() == "text"

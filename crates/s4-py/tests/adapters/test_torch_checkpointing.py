@@ -13,7 +13,7 @@ import torch
 
 import s4weights
 from compare import assert_identical
-from harness import die, run_guide
+from harness import Layer, die, run_guide
 
 pytest.importorskip("torch_checkpointing", reason="needs torch_checkpointing")
 
@@ -44,7 +44,7 @@ def manager_of(how: str = "mmap", save: Any = None, storage: Any = None) -> Any:
 class Run:
     def __init__(self) -> None:
         torch.manual_seed(1)
-        self.model = torch.nn.Sequential(torch.nn.Linear(32, 80), torch.nn.Linear(80, 32))
+        self.model = torch.nn.Sequential(Layer(32, 80), Layer(80, 32))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.done = 0
         for parameter in self.model.parameters():

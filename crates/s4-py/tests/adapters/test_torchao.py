@@ -117,7 +117,7 @@ def test_what_was_killed_resumes_to_the_bit(killed: Path) -> None:
     resumed.resume(place, no_dist=True)
     assert resumed.done == whole.done == 2
     assert_equal(whole, resumed)
-    # It is what a run that nobody killed has by then, but for rounding: a step changes weights by 5e-3.
+    # Its weights equal those of a run that nobody killed, except for rounding: a step changes weights by 5e-3.
     unbroken = Run()
     unbroken.train(2)
     for x, y in zip(unbroken.model.parameters(), resumed.model.parameters(), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 import s4weights
 from compare import assert_identical
-from harness import die, run_guide
+from harness import Layer, die, run_guide
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
 
+import transformers.integrations.integration_utils
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from s4weights.adapters.transformers import StoreCallback, restore
@@ -31,10 +33,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(40, 48)
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(48, 128),
-            torch.nn.GELU(),
-            torch.nn.Dropout(0.2),
-            torch.nn.Linear(128, 48),
+            Layer(48, 128), torch.nn.GELU(), torch.nn.Dropout(0.2), Layer(128, 48)
         )
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -59,8 +58,8 @@ class DieAfterSaving(TrainerCallback):
             die()
 
 
-def trainer_of(folder: Path, *callbacks: TrainerCallback) -> Trainer:
-    args = TrainingArguments(
+def arguments_of(folder: Path, **others: Any) -> TrainingArguments:
+    return TrainingArguments(
         str(folder / "out"),
         max_steps=STEPS,
         per_device_train_batch_size=4,
@@ -73,7 +72,12 @@ def trainer_of(folder: Path, *callbacks: TrainerCallback) -> Trainer:
         use_cpu=True,
         dataloader_pin_memory=False,
         seed=3,
+        **others,
     )
+
+
+def trainer_of(folder: Path, *callbacks: TrainerCallback, **others: Any) -> Trainer:
+    args = arguments_of(folder, **others)
     torch.manual_seed(0)
     return Trainer(Model(), args, train_dataset=Data(), callbacks=[*callbacks])
 
@@ -152,6 +156,55 @@ def test_what_the_store_has_is_what_the_folder_had(tmp_path: Path) -> None:
         restore(store, tmp_path / "again", 7)
 
 
+def test_the_newest_is_the_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tmp_path, None, callback("blocking", tmp_path))
+    there = s4weights.CheckpointStore(tmp_path / "store")
+    store = s4weights.CheckpointStore(tmp_path / "other", runner="unix:///nobody")
+    file = tmp_path / "restored.s4w"
+
+    def answer(method: str, path: str, message: Any = None) -> dict[str, Any]:
+        assert path == "/v1/restore" and "step" not in message
+        if there.latest() is None:
+            raise s4weights.NotFoundError(2, "no checkpoint")
+        s4weights.save(there.load_checkpoint(8), file)
+        return {"step": 8, "path": str(file), "tier": "staged", "skipped": []}
+
+    monkeypatch.setattr(store.runner, "_request", answer)
+    assert restore(store, tmp_path / "again") == str(tmp_path / "again/checkpoint-8")
+    assert (tmp_path / "again/checkpoint-8/model.safetensors").exists() and not file.exists()
+    there = s4weights.CheckpointStore(tmp_path / "nothing")
+    assert restore(store, tmp_path / "again") is None
+
+
+@pytest.mark.skipif(
+    "enable_jit_checkpoint" not in TrainingArguments.__dataclass_fields__,
+    reason="this version saves nothing when it is told to end",
+)
+@pytest.mark.parametrize("moment", ["on_step_begin", "on_pre_optimizer_step"])
+def test_what_is_saved_before_the_process_ends(moment: str, tmp_path: Path) -> None:
+    class End(TrainerCallback):
+        """As SIGTERM, three seconds later."""
+
+    def request(self: Any, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == 5:
+            (ends,) = (c for c in trainer.callback_handler.callbacks if hasattr(c, "jit_manager"))
+            ends.jit_manager.is_checkpoint_requested = True
+            getattr(ends, moment)(args, state, control)
+
+    setattr(End, moment, request)
+    (tmp_path / "out/checkpoint-900").mkdir(parents=True)
+    (tmp_path / "out/checkpoint-900/trainer_state.json").touch()  # Of an earlier run.
+    trainer = trainer_of(
+        tmp_path, End(), callback("background", tmp_path), enable_jit_checkpoint=True
+    )
+    trainer.args.save_steps, trainer.args.save_total_limit = 4, None
+    trainer.train()
+    assert (tmp_path / "out/checkpoint-5").exists()
+    store = s4weights.CheckpointStore(tmp_path / "store")
+    assert [entry.step for entry in store.list()] == [4, 5]
+    assert "loss" in store.list()[-1].metrics
+
+
 def test_a_best_model_needs_its_folder(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, callback("no-folders", tmp_path))
     trainer.args.load_best_model_at_end = True
@@ -159,15 +212,26 @@ def test_a_best_model_needs_its_folder(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_trials_of_a_hyperparameter_search_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if there were a library for it, which has one trial.
+    for module in (transformers.integrations, transformers.integrations.integration_utils):
+        monkeypatch.setattr(module, "hp_params", lambda trial: {})
+    stale = tmp_path / "out/checkpoint-2"
+    stale.mkdir(parents=True)
+    (stale / "old").touch()
+    trainer = trainer_of(tmp_path, callback("blocking", tmp_path))
+    trainer.model_init = lambda trial=None: Model()
+    monkeypatch.setattr(trainer, "_hp_search_setup", lambda trial: None)
+    with pytest.raises(ValueError, match="hyperparameter search is not supported"):
+        trainer.train(trial=SimpleNamespace(number=0, params={}))
+    assert not (tmp_path / "store").exists()
+
+
 def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def make(args: Any, **others: Any) -> Trainer:
-        trainer = trainer_of(tmp_path, *others["callbacks"])
-        trainer.args.output_dir = args.output_dir
-        return trainer
-
-    args = TrainingArguments("out", report_to=[], use_cpu=True)
-    run_guide("transformers.md", {"Trainer": make, "args": args, "model": None, "data": None})
+    names = {"Trainer": Trainer, "args": arguments_of(tmp_path), "model": Model(), "data": Data()}
+    run_guide("transformers.md", names)
     assert (tmp_path / "out/checkpoint-4/model.safetensors").exists()
     assert s4weights.CheckpointStore("runs/a").latest() == STEPS

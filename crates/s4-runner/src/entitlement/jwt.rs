@@ -15,7 +15,7 @@ pub(super) struct Key {
     validation: Validation,
 }
 
-/// What a reply must say.
+/// The required content of a reply.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Claims {

@@ -1,10 +1,10 @@
-//! Whether this machine may run the service: decided before a GPU is touched and before anything listens.
+//! Decides whether this machine may run the service, before a GPU is touched and before anything listens.
 //!
 //! Three modes. `off`, for open use, allows everything. `register-usage` calls AWS Marketplace's
 //! RegisterUsage once, and needs a reply that a pinned key signed; AWS describes that call for containers.
 //! `instance-identity` needs the signed identity document of an EC2 instance that was launched from the
-//! product's image. Whatever is not a clear yes is a no. This is a seam for licences, not a boundary: whoever
-//! controls the machine can change the program.
+//! product's image. Anything but a clear yes is a no. This is an extension point for licences, not a security
+//! boundary: whoever controls the machine can change the program.
 
 mod ber;
 mod identity;
@@ -101,7 +101,7 @@ impl Default for Settings {
 /// The outcome of a try that was not a yes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum No {
-    /// Refused for good.
+    /// Refused permanently.
     Final { code: &'static str, why: String },
     /// It may be tried again.
     Again(String),
@@ -170,8 +170,8 @@ impl Settings {
 /// Finds out whether the service may run; `Ok` if so.
 ///
 /// # Errors
-/// [`Error::Denied`] if it was refused for good; [`Error::Unreachable`] if a few tries within the
-/// time gave no clear answer; [`Error::Config`].
+/// [`Error::Denied`] if it was refused permanently; [`Error::Unreachable`] if a few tries within the time gave no
+/// clear answer; [`Error::Config`].
 pub async fn decide(settings: &Settings, imds: &Imds) -> Result<()> {
     match settings.mode {
         Mode::Off => Ok(()),

@@ -56,7 +56,7 @@ fn check(body: &[u8], settings: &Settings, key: &Key, nonce: &str) -> Result<(),
     Ok(())
 }
 
-/// What an error of the service means.
+/// Classifies an error of the service.
 fn refusal(status: u16, kind: &str) -> No {
     let code = match kind {
         "CustomerNotEntitledException" => "not_entitled",

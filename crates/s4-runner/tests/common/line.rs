@@ -10,7 +10,7 @@ use std::time::Duration;
 pub(crate) enum Fault {
     /// Requests are passed on.
     None,
-    /// Connections are closed at once.
+    /// Connections are closed immediately.
     Cut,
     /// Requests are passed on at this many bytes a second.
     Slow(u32),

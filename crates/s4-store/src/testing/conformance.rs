@@ -1,4 +1,5 @@
-//! What a checkpoint store requires of an object store, as a test that anyone can run on their own.
+//! Tests whether an object store meets the requirements of a checkpoint store. Anyone can run them on their own
+//! object store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,8 +32,7 @@ pub async fn conformance(store: Arc<dyn ObjectStore>, prefix: Path) -> Outcome {
     two_writers(&store, prefix.join("two")).await
 }
 
-/// Lets `racers` writers create one object at once, `rounds` times. Returns the rounds that had a
-/// winner.
+/// Lets `racers` writers create one object at the same time, `rounds` times. Returns the rounds that had a winner.
 ///
 /// # Errors
 /// If a round had two winners, or ended with the bytes of a loser.
@@ -144,7 +144,7 @@ async fn protocol(objects: &Arc<dyn ObjectStore>, prefix: Path) -> Outcome {
     check(report.is_clean() && report.unlisted.is_empty(), "a check finds damage")
 }
 
-/// Two writers with their own handles, at once.
+/// Two writers at the same time, with their own handles.
 async fn two_writers(objects: &Arc<dyn ObjectStore>, prefix: Path) -> Outcome {
     let place = Place::objects(Arc::clone(objects), prefix);
     let writer = |writer: u64| {

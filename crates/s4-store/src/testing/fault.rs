@@ -21,7 +21,7 @@ use tokio::time::Instant;
 
 use super::Random;
 
-/// What goes wrong with one request.
+/// A fault of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// It fails and has no effect.
@@ -39,17 +39,23 @@ pub enum Fault {
     Flipped,
     /// A listing misses what was written last.
     Stale,
+    /// A write or deletion fails, and has its effect later: [`FaultStore::set_lateness`].
+    Late,
     /// The process dies before the request: this and all that follow fail.
     Crash,
     /// The process dies after the request.
     CrashAfter,
-    /// It is turned away for good and has no effect.
+    /// It is refused permanently and has no effect.
     Denied,
+    /// A read fails as that of a bad sector does.
+    Unreadable,
+    /// It has its effect, and no answer ever comes.
+    Unanswered,
 }
 
 impl Fault {
-    /// All of them.
-    pub const ALL: [Self; 10] = [
+    /// All that a server may have.
+    pub const ALL: [Self; 11] = [
         Self::Before,
         Self::After,
         Self::TakenByUs,
@@ -57,6 +63,7 @@ impl Fault {
         Self::Short,
         Self::Flipped,
         Self::Stale,
+        Self::Late,
         Self::Crash,
         Self::CrashAfter,
         Self::Denied,
@@ -107,7 +114,13 @@ struct Inside {
     /// When each object was written, by the clock of the runtime.
     times: HashMap<Path, DateTime<Utc>>,
     delays: Option<Random>,
+    lateness: Option<(Random, Duration)>,
+    skew: Option<(Random, Duration)>,
+    outlive: bool,
 }
+
+/// How late the effect of a request is unless a test says otherwise.
+const LATE: Duration = Duration::from_secs(1);
 
 struct Shared {
     inner: Arc<dyn ObjectStore>,
@@ -123,7 +136,7 @@ pub struct FaultStore {
 }
 
 impl FaultStore {
-    /// A store that does what `inner` does until it is told otherwise.
+    /// A store that behaves as `inner` until it is given faults.
     #[must_use]
     pub fn new(inner: Arc<dyn ObjectStore>) -> Self {
         Self { shared: Arc::new(Shared { inner, inside: Mutex::default(), start: None }) }
@@ -162,6 +175,24 @@ impl FaultStore {
         self.inside().delays = Some(Random::new(seed));
     }
 
+    /// From now on a late effect comes after a pseudo-random time of up to `longest`; one second
+    /// until then.
+    pub fn set_lateness(&self, seed: u64, longest: Duration) {
+        self.inside().lateness = Some((Random::new(seed), longest));
+    }
+
+    /// From now on the dates of written objects are off by up to `most`, as those of several servers
+    /// with clocks of their own.
+    pub fn set_skew(&self, seed: u64, most: Duration) {
+        self.inside().skew = Some((Random::new(seed), most));
+    }
+
+    /// From now on a write or deletion that was begun ends even if its caller, for example a process
+    /// that dies, does not wait for it.
+    pub fn outlive_callers(&self) {
+        self.inside().outlive = true;
+    }
+
     /// Gives an object another date, until it is written again.
     pub fn set_date(&self, key: &Path, date: DateTime<Utc>) {
         self.inside().times.insert(key.clone(), date);
@@ -193,25 +224,31 @@ impl FaultStore {
     /// Counts a request and says what goes wrong with it, if that fits its kind.
     async fn begin(&self, kind: OpKind, key: &Path) -> Result<Option<Fault>> {
         self.delay().await;
-        let mut inside = self.inside();
-        let op = OpInfo { number: inside.ops, kind, key: key.to_string() };
-        inside.ops += 1;
-        if inside.dead {
-            return Err(injected("the process is dead"));
-        }
-        let fault = inside.plan.as_mut().and_then(|plan| plan(&op)).filter(|f| fits(*f, kind));
-        inside.fired += u64::from(fault.is_some());
+        let fault = {
+            let mut inside = self.inside();
+            let op = OpInfo { number: inside.ops, kind, key: key.to_string() };
+            inside.ops += 1;
+            if inside.dead {
+                return Err(injected("the process is dead"));
+            }
+            let fault = inside.plan.as_mut().and_then(|plan| plan(&op)).filter(|f| fits(*f, kind));
+            inside.fired += u64::from(fault.is_some());
+            inside.dead = fault == Some(Fault::Crash);
+            fault
+        };
         match fault {
+            Some(Fault::Unanswered) if !is_change(kind) => std::future::pending().await,
+            Some(Fault::Unreadable) => {
+                let source = Box::new(std::io::Error::from_raw_os_error(5));
+                Err(Error::Generic { store: "fault", source })
+            }
             Some(Fault::Before) => Err(injected("not done")),
             Some(Fault::Conflict) => Err(taken(key)),
             Some(Fault::Denied) => Err(Error::PermissionDenied {
                 path: key.to_string(),
                 source: "injected: 403".into(),
             }),
-            Some(Fault::Crash) => {
-                inside.dead = true;
-                Err(injected("the process died before the request"))
-            }
+            Some(Fault::Crash) => Err(injected("the process died before the request")),
             other => Ok(other),
         }
     }
@@ -221,6 +258,7 @@ impl FaultStore {
         self.delay().await;
         match fault {
             Some(Fault::After) => Err(injected("done, the answer is lost")),
+            Some(Fault::Unanswered) => std::future::pending().await,
             Some(Fault::TakenByUs) => answer.and(Err(taken(key))),
             Some(Fault::CrashAfter) => {
                 self.inside().dead = true;
@@ -230,9 +268,76 @@ impl FaultStore {
         }
     }
 
+    /// Carries out a request, or lets it be carried out later.
+    async fn effect<T: Send + 'static>(
+        &self,
+        fault: Option<Fault>,
+        request: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        if fault != Some(Fault::Late) {
+            return request.await;
+        }
+        let lateness = self.inside().lateness.as_mut().map(|(random, longest)| {
+            // Most are not very late.
+            let most = longest.as_millis() as u64 >> (random.below(4) * 6);
+            Duration::from_millis(random.below(most.max(1)))
+        });
+        tokio::spawn(async move {
+            tokio::time::sleep(lateness.unwrap_or(LATE)).await;
+            drop(request.await);
+        });
+        Err(injected("not done yet"))
+    }
+
+    /// Makes a request, which may not depend on the caller's life.
+    async fn outlive<T: Send + 'static>(
+        &self,
+        request: impl Future<Output = Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        if !self.inside().outlive {
+            return request.await;
+        }
+        tokio::spawn(request).await.unwrap_or_else(|_| Err(injected("the request panicked")))
+    }
+
+    async fn put_now(self, key: Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+        let kind = if opts.mode == PutMode::Create { OpKind::Create } else { OpKind::Put };
+        let fault = self.begin(kind, &key).await?;
+        let (this, to) = (self.clone(), key.clone());
+        let put = async move {
+            let answer = this.shared.inner.put_opts(&to, payload, opts).await;
+            if answer.is_ok() {
+                this.note_written(&to);
+            }
+            answer
+        };
+        let answer = self.effect(fault, put).await;
+        self.end(fault, &key, answer).await
+    }
+
+    async fn delete_now(self, key: Path) -> Result<Path> {
+        let fault = self.begin(OpKind::Delete, &key).await?;
+        let (this, from) = (self.clone(), key.clone());
+        let delete = async move {
+            let answer = this.shared.inner.delete(&from).await;
+            this.inside().times.remove(&from);
+            answer
+        };
+        let answer = self.effect(fault, delete).await;
+        self.end(fault, &key, answer).await.map(|()| key)
+    }
+
     fn note_written(&self, key: &Path) {
         let now = self.now();
         let mut inside = self.inside();
+        let now = match &mut inside.skew {
+            Some((random, most)) => now.map(|now| {
+                let most = most.as_millis() as u64;
+                let off = TimeDelta::milliseconds(random.below(2 * most) as i64);
+                now + off - TimeDelta::milliseconds(most as i64)
+            }),
+            None => now,
+        };
         inside.written.retain(|k| k != key);
         inside.written.push(key.clone());
         if let Some(now) = now {
@@ -281,14 +386,17 @@ impl FaultStore {
 
 fn fits(fault: Fault, kind: OpKind) -> bool {
     match fault {
-        Fault::Before | Fault::Crash | Fault::Denied => true,
-        Fault::After | Fault::CrashAfter => {
-            matches!(kind, OpKind::Put | OpKind::Create | OpKind::Delete)
-        }
+        Fault::Before | Fault::Crash | Fault::Denied | Fault::Unanswered => true,
+        Fault::After | Fault::CrashAfter | Fault::Late => is_change(kind),
         Fault::TakenByUs | Fault::Conflict => kind == OpKind::Create,
         Fault::Short | Fault::Flipped => kind == OpKind::Get,
+        Fault::Unreadable => matches!(kind, OpKind::Get | OpKind::Head),
         Fault::Stale => kind == OpKind::List,
     }
+}
+
+fn is_change(kind: OpKind) -> bool {
+    matches!(kind, OpKind::Put | OpKind::Create | OpKind::Delete)
 }
 
 fn injected(what: &'static str) -> Error {
@@ -319,13 +427,7 @@ impl ObjectStore for FaultStore {
         payload: PutPayload,
         opts: PutOptions,
     ) -> Result<PutResult> {
-        let kind = if opts.mode == PutMode::Create { OpKind::Create } else { OpKind::Put };
-        let fault = self.begin(kind, key).await?;
-        let answer = self.shared.inner.put_opts(key, payload, opts).await;
-        if answer.is_ok() {
-            self.note_written(key);
-        }
-        self.end(fault, key, answer).await
+        self.outlive(self.clone().put_now(key.clone(), payload, opts)).await
     }
 
     async fn put_multipart_opts(
@@ -364,13 +466,7 @@ impl ObjectStore for FaultStore {
         let this = self.clone();
         keys.then(move |key| {
             let this = this.clone();
-            async move {
-                let key = key?;
-                let fault = this.begin(OpKind::Delete, &key).await?;
-                let answer = this.shared.inner.delete(&key).await;
-                this.inside().times.remove(&key);
-                this.end(fault, &key, answer).await.map(|()| key)
-            }
+            async move { this.outlive(this.clone().delete_now(key?)).await }
         })
         .boxed()
     }

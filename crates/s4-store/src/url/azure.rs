@@ -45,42 +45,7 @@ pub(super) fn open(
     options: &StorageOptions,
     environment: &Environment,
 ) -> Result<(Arc<dyn ObjectStore>, String)> {
-    let (mut keys, mut client) = (Vec::new(), Client::default());
-    for (name, value) in environment.iter().filter(|(_, value)| !value.is_empty()) {
-        match name.as_str() {
-            "AZURE_STORAGE_CONNECTION_STRING" => keys.extend(connection_string(value)?),
-            _ if !name.starts_with("AZURE_") => {}
-            _ => match AzureConfigKey::from_str(&name.to_ascii_lowercase()) {
-                Ok(AzureConfigKey::Client(key)) => {
-                    client.take(name, key.as_ref(), value)?;
-                }
-                Ok(key) => {
-                    checked(name, key, value.clone())?;
-                }
-                Err(_) => {}
-            },
-        }
-    }
-    for (name, value) in options {
-        let lower = name.to_ascii_lowercase();
-        let key = match lower.as_str() {
-            "connection_string" => {
-                keys.extend(connection_string(value)?);
-                continue;
-            }
-            "credential" => AzureConfigKey::AccessKey,
-            "anon" => AzureConfigKey::SkipSignature,
-            "endpoint_url" => AzureConfigKey::Endpoint,
-            other if client.take(name, other.strip_prefix("azure_").unwrap_or(other), value)? => {
-                continue;
-            }
-            other => AzureConfigKey::from_str(other)
-                .map_err(|_| option::unknown(KIND, name, &[&NAMES[..], &client::NAMES].concat()))?,
-        };
-        keys.push((key, checked(name, key, value.clone())?));
-    }
-    let start = MicrosoftAzureBuilder::from_env().with_url(url.to_string());
-    let builder = keys.into_iter().fold(start, |b, (key, value)| b.with_config(key, value));
+    let (builder, mut client) = settings(url, options, environment)?;
     let account = builder.get_config_value(&AzureConfigKey::AccountName).unwrap_or_default();
     let endpoint = builder.get_config_value(&AzureConfigKey::Endpoint).unwrap_or_default();
     if endpoint.starts_with("http://") {
@@ -94,6 +59,69 @@ pub(super) fn open(
     let store = builder.build().map_err(|e| super::refused(KIND, &e))?;
     let container = url.host_str().unwrap_or_default();
     Ok((Arc::new(store), format!("{KIND} {account} {endpoint} {container}")))
+}
+
+/// Options over environment.
+fn settings(
+    url: &Url,
+    options: &StorageOptions,
+    environment: &Environment,
+) -> Result<(MicrosoftAzureBuilder, Client)> {
+    let (mut inherited, mut given, mut client) = (Vec::new(), Vec::new(), Client::default());
+    for (name, value) in environment.iter().filter(|(_, value)| !value.is_empty()) {
+        match name.as_str() {
+            "IDENTITY_ENDPOINT" => inherited.push((AzureConfigKey::MsiEndpoint, value.clone())),
+            _ if !name.starts_with("AZURE_") => {}
+            _ => match AzureConfigKey::from_str(&name.to_ascii_lowercase()) {
+                Ok(AzureConfigKey::Client(key)) => {
+                    client.take(name, key.as_ref(), value)?;
+                }
+                Ok(key) => inherited.push((key, checked(name, key, value.clone())?)),
+                Err(_) => {}
+            },
+        }
+    }
+    let whole = environment.get("AZURE_STORAGE_CONNECTION_STRING");
+    if let Some(text) = whole.filter(|text| !text.is_empty()) {
+        inherited.extend(connection_string(text)?);
+    }
+    for (name, value) in options {
+        let lower = name.to_ascii_lowercase();
+        let key = match lower.as_str() {
+            "connection_string" => {
+                given.extend(connection_string(value)?);
+                continue;
+            }
+            "credential" => AzureConfigKey::AccessKey,
+            "anon" => AzureConfigKey::SkipSignature,
+            "endpoint_url" => AzureConfigKey::Endpoint,
+            other if client.take(name, other.strip_prefix("azure_").unwrap_or(other), value)? => {
+                continue;
+            }
+            other => AzureConfigKey::from_str(other)
+                .map_err(|_| option::unknown(KIND, name, &[&NAMES[..], &client::NAMES].concat()))?,
+        };
+        given.push((key, checked(name, key, value.clone())?));
+    }
+    let kind = AzureConfigKey::CredentialType;
+    let start = MicrosoftAzureBuilder::new().with_url(url.to_string());
+    let all = option::of_one_source(inherited, given, is_credential, Some(kind));
+    Ok((all.fold(start, |b, (key, value)| b.with_config(key, value)), client))
+}
+
+/// Whether a setting is a credential. The names of account and identity are not.
+fn is_credential(key: &AzureConfigKey) -> bool {
+    use AzureConfigKey as K;
+    matches!(
+        key,
+        K::AccessKey
+            | K::SasKey
+            | K::Token
+            | K::ClientSecret
+            | K::FederatedTokenFile
+            | K::UseAzureCli
+            | K::SkipSignature
+    )
 }
 
 /// Whether an option is known, whatever its value.
@@ -116,7 +144,7 @@ fn checked(name: &str, key: AzureConfigKey, value: String) -> Result<String> {
     })
 }
 
-/// The parts of a connection string that say where an account is and who we are.
+/// The account, its address and the credentials in a connection string.
 fn connection_string(text: &str) -> Result<Vec<(AzureConfigKey, String)>> {
     let mut keys = Vec::new();
     for part in text.split(';').filter(|part| !part.trim().is_empty()) {
@@ -140,6 +168,7 @@ fn connection_string(text: &str) -> Result<Vec<(AzureConfigKey, String)>> {
 
 #[cfg(test)]
 mod tests {
+    use super::option::map;
     use super::*;
 
     #[test]
@@ -158,6 +187,29 @@ mod tests {
         let url = Url::parse("az://box/x").unwrap();
         let (_, server) = open(&url, &options, &Environment::new()).unwrap();
         assert_eq!(server, "Azure acc http://127.0.0.1:1/acc box");
+    }
+
+    #[test]
+    fn credentials_are_of_one_source() {
+        let environment = map(&[
+            ("AZURE_STORAGE_ACCOUNT_NAME", "acc"),
+            ("AZURE_STORAGE_ACCOUNT_KEY", "ENV"),
+            ("AZURE_STORAGE_SAS_TOKEN", ""),
+        ]);
+        let url = Url::parse("az://box/x").unwrap();
+        let who = |options: &[(&str, &str)]| {
+            let (builder, _) = settings(&url, &map(options), &environment).unwrap();
+            let value = |key| builder.get_config_value(&key);
+            assert_eq!(value(AzureConfigKey::AccountName).unwrap(), "acc");
+            (value(AzureConfigKey::AccessKey), value(AzureConfigKey::SasKey))
+        };
+        assert_eq!(who(&[]), (Some("ENV".into()), None));
+        assert_eq!(who(&[("anon", "false")]), (Some("ENV".into()), None));
+        assert_eq!(who(&[("account_key", "OPT")]), (Some("OPT".into()), None));
+        assert_eq!(who(&[("sas_token", "sig=x")]), (None, Some("sig=x".into())));
+        assert_eq!(who(&[("use_azure_cli", "true")]), (None, None));
+        let sas = "SharedAccessSignature=sig=y";
+        assert_eq!(who(&[("connection_string", sas)]), (None, Some("sig=y".into())));
     }
 
     #[test]

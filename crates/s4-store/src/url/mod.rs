@@ -1,4 +1,4 @@
-//! Places by URL, with credentials and options in the forms that users have them in.
+//! Opens places by URL, with credentials and options in the forms that users already have.
 //!
 //! Later sources win: a profile of `~/.aws`, the environment, the caller's options. Values never
 //! appear in messages; names of options do.
@@ -80,7 +80,7 @@ pub fn check_url(url: &str) -> Result<()> {
     }
 }
 
-/// A URL, and whose object store it names, if any.
+/// A URL, with the object store that it names and the path in it, if any.
 type Parsed = (Url, Option<(Remote, Path)>);
 
 /// Reads a URL; `None` for a path.
@@ -119,14 +119,14 @@ pub fn is_url(text: &str) -> bool {
     })
 }
 
-/// Whose object store it is.
+/// The provider of an object store.
 enum Remote {
     S3,
     Gcs,
     Azure,
 }
 
-/// Whose object store a URL names, and the path in it; `None` for `file:` and `memory:`.
+/// The provider that a URL names, and the path in its object store; `None` for `file:` and `memory:`.
 fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str> {
     if matches!(url.scheme(), "file" | "memory") {
         return Ok(None);
@@ -143,7 +143,7 @@ fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str
     Ok(Some((remote, path)))
 }
 
-/// Refuses what would be ignored silently: two names that differ only there would be one.
+/// Refuses parts of a URL that would be ignored silently: two URLs that differ only there would name one store.
 fn check_parts(url: &Url) -> std::result::Result<(), &'static str> {
     let container = url.scheme().starts_with("abfs");
     if url.password().is_some() || !(url.username().is_empty() || container) {

@@ -27,6 +27,21 @@ pub(super) fn truth(value: &str) -> Option<bool> {
     }
 }
 
+/// Settings of the environment, overridden by the options. All credentials come from one source: if the options
+/// have some, those of the environment are ignored, and so is its choice among them (`kind`). If there are several
+/// kinds, a builder applies its own order, or refuses them.
+pub(super) fn of_one_source<K: PartialEq>(
+    mut inherited: Vec<(K, String)>,
+    given: Vec<(K, String)>,
+    is_credential: impl Fn(&K) -> bool,
+    kind: Option<K>,
+) -> impl Iterator<Item = (K, String)> {
+    if given.iter().any(|(key, value)| is_credential(key) && value != "false") {
+        inherited.retain(|(key, _)| !is_credential(key) && kind.as_ref() != Some(key));
+    }
+    inherited.into_iter().chain(given)
+}
+
 /// Seconds, or a number with a unit: `30`, `2.5`, `500ms`, `5m`.
 pub(super) fn duration(name: &str, value: &str) -> Result<Duration> {
     let text = value.trim();
@@ -43,7 +58,7 @@ pub(super) fn count(name: &str, value: &str, range: RangeInclusive<u64>) -> Resu
     n.ok_or_else(|| bad(name, &format!("a number from {} to {}", range.start(), range.end())))
 }
 
-/// The allowed word that the value is, in any case of letters.
+/// The allowed word that matches the value, ignoring case.
 pub(super) fn word(name: &str, value: &str, allowed: &[&'static str]) -> Result<&'static str> {
     let found = allowed.iter().find(|word| word.eq_ignore_ascii_case(value.trim()));
     let list = || allowed.iter().map(|w| format!("`{w}`")).collect::<Vec<_>>().join(" or ");
@@ -89,6 +104,12 @@ fn distance(a: &str, b: &str) -> usize {
         before = std::mem::replace(&mut last, row);
     }
     last[b.len()]
+}
+
+/// Options, or an environment, of these names and values.
+#[cfg(test)]
+pub(super) fn map(pairs: &[(&str, &str)]) -> std::collections::BTreeMap<String, String> {
+    pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
 }
 
 #[cfg(test)]

@@ -17,7 +17,7 @@ pub(super) struct Profile {
     lines: BTreeMap<String, String>,
 }
 
-/// What a profile may have instead of keys; resolving it takes a program or a service.
+/// Settings that a profile may have instead of keys; resolving them takes a program or a service.
 const INDIRECT: [&str; 4] = ["credential_process", "sso_session", "sso_start_url", "role_arn"];
 
 /// The profile of this name, or that `AWS_PROFILE` names, or `default`.

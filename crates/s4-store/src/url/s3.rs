@@ -106,6 +106,13 @@ fn settings(url: &Url, options: &StorageOptions, environment: &Environment) -> R
     let profile = profile::load(given.profile.as_deref(), environment)?;
     let use_keys = !given.has_credentials() && (named || !inherited.has_credentials());
     let from_profile = profile.settings(use_keys)?;
+    given.check_credentials()?;
+    let has_id = |(key, _): &(_, _)| *key == AmazonS3ConfigKey::AccessKeyId;
+    if given.has_credentials() || from_profile.iter().any(has_id) {
+        // Credentials are one set of one source. With another one's session token they are refused,
+        // and that token would be sent to a server that it is not meant for.
+        inherited.keys.retain(|(key, _)| !is_credential(key));
+    }
     let (first, second) = match named {
         true => (inherited.keys, from_profile),
         false => (from_profile, inherited.keys),
@@ -137,6 +144,22 @@ fn settings(url: &Url, options: &StorageOptions, environment: &Environment) -> R
         all.add_amazon_defaults();
     }
     Ok(all)
+}
+
+/// Whether a setting is a credential.
+fn is_credential(key: &AmazonS3ConfigKey) -> bool {
+    use AmazonS3ConfigKey as K;
+    matches!(
+        key,
+        K::AccessKeyId
+            | K::SecretAccessKey
+            | K::Token
+            | K::SkipSignature
+            | K::WebIdentityTokenFile
+            | K::ContainerCredentialsRelativeUri
+            | K::ContainerCredentialsFullUri
+            | K::ContainerAuthorizationTokenFile
+    )
 }
 
 /// Whether a URL without an endpoint is at Amazon: it names only a bucket, or Amazon's server.
@@ -245,8 +268,24 @@ impl Settings {
             }
             _ => value,
         };
+        let key = match key {
+            // The builder takes it only if no source has a region.
+            K::DefaultRegion if self.has(&K::Region) => return Ok(()),
+            K::DefaultRegion => K::Region,
+            key => key,
+        };
         self.keys.push((key, value));
         Ok(())
+    }
+
+    /// Refuses a part of a key that the environment or a profile would have to complete.
+    fn check_credentials(&self) -> Result<()> {
+        use AmazonS3ConfigKey as K;
+        let part = [("secret", K::SecretAccessKey), ("token", K::Token)];
+        match part.into_iter().find(|(_, key)| self.has(key)) {
+            Some((name, _)) if !self.has_credentials() => Err(option::bad(name, "`key` beside it")),
+            _ => Ok(()),
+        }
     }
 
     fn has_credentials(&self) -> bool {
@@ -324,11 +363,8 @@ impl Settings {
 
 #[cfg(test)]
 mod tests {
+    use super::option::map;
     use super::*;
-
-    fn map(pairs: &[(&str, &str)]) -> StorageOptions {
-        pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
-    }
 
     fn built(options: &[(&str, &str)], environment: &[(&str, &str)]) -> AmazonS3Builder {
         built_at("s3://bucket/prefix", options, environment)
@@ -341,6 +377,19 @@ mod tests {
     ) -> AmazonS3Builder {
         let url = Url::parse(url).unwrap();
         settings(&url, &map(options), &map(environment)).unwrap().builder(&url)
+    }
+
+    /// A home folder with profiles: the default one, another one, and one without keys.
+    fn home() -> tempfile::TempDir {
+        let home = tempfile::tempdir().unwrap();
+        let aws = home.path().join(".aws");
+        std::fs::create_dir(&aws).unwrap();
+        let credentials = "[default]\naws_access_key_id = FILE\naws_secret_access_key = s\n\
+                           [other]\naws_access_key_id = OTHER\naws_secret_access_key = s\n\
+                           [bare]\nregion = eu-bare\n";
+        std::fs::write(aws.join("credentials"), credentials).unwrap();
+        std::fs::write(aws.join("config"), "[default]\nregion = eu-file\n").unwrap();
+        home
     }
 
     fn value(builder: &AmazonS3Builder, key: &str) -> Option<String> {
@@ -378,13 +427,7 @@ mod tests {
 
     #[test]
     fn options_win_over_the_environment_and_that_over_the_profile() {
-        let home = tempfile::tempdir().unwrap();
-        let aws = home.path().join(".aws");
-        std::fs::create_dir(&aws).unwrap();
-        let credentials = "[default]\naws_access_key_id = FILE\naws_secret_access_key = s\n\
-                           [other]\naws_access_key_id = OTHER\naws_secret_access_key = s\n";
-        std::fs::write(aws.join("credentials"), credentials).unwrap();
-        std::fs::write(aws.join("config"), "[default]\nregion = eu-file\n").unwrap();
+        let home = home();
         let home = home.path().to_str().unwrap();
         let id = |b: &AmazonS3Builder| value(b, "access_key_id").unwrap();
 
@@ -402,6 +445,40 @@ mod tests {
         assert_eq!(id(&built(&[], &[("HOME", home), ("AWS_PROFILE", "other")])), "OTHER");
         let url = Url::parse("s3://bucket").unwrap();
         assert!(settings(&url, &map(&[("profile", "none")]), &map(&env)).is_err());
+    }
+
+    #[test]
+    fn credentials_are_of_one_source() {
+        let home = home();
+        let home = home.path().to_str().unwrap();
+        let who = |options: &[(&str, &str)], env: &[(&str, &str)]| {
+            let b = built(options, &[env, &[("HOME", home)]].concat());
+            (value(&b, "access_key_id").unwrap(), value(&b, "session_token"))
+        };
+        let token = ("AWS_SESSION_TOKEN", "T");
+        let env = [("AWS_ACCESS_KEY_ID", "ENV"), ("AWS_SECRET_ACCESS_KEY", "x"), token];
+        let own = [("key", "OPT"), ("secret", "x")];
+        assert_eq!(who(&[], &env), ("ENV".into(), Some("T".into())));
+        assert_eq!(who(&own, &env), ("OPT".into(), None));
+        assert_eq!(who(&[("profile", "other")], &env), ("OTHER".into(), None));
+        assert_eq!(who(&[("profile", "bare")], &env), ("ENV".into(), Some("T".into())));
+        // One that is left over from an earlier session.
+        assert_eq!(who(&[], &[token]), ("FILE".into(), None));
+        // Nor are those of the options left unused.
+        let unsigned = [("AWS_SKIP_SIGNATURE", "true"), ("HOME", home)];
+        assert_eq!(value(&built(&own, &unsigned), "skip_signature").unwrap(), "false");
+        for part in [("token", "hush"), ("secret", "hush")] {
+            let error = refusal(&[part], &env);
+            assert!(error.contains(part.0) && !error.contains("hush"), "{error}");
+        }
+        // Where the server is comes from the environment before a default profile, too.
+        let region = |env: &[(&str, &str)]| {
+            value(&built(&own, &[env, &[("HOME", home)]].concat()), "region").unwrap()
+        };
+        let usual = ("AWS_DEFAULT_REGION", "eu-usual");
+        assert_eq!(region(&[]), "eu-file");
+        assert_eq!(region(&[usual]), "eu-usual");
+        assert_eq!(region(&[usual, ("AWS_REGION", "eu-now")]), "eu-now");
     }
 
     #[test]

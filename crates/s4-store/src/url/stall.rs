@@ -165,7 +165,7 @@ impl Upload {
         self.moved.elapsed() < self.patience()
     }
 
-    /// How long no progress need be seen.
+    /// How long a request may show no progress.
     fn patience(&self) -> Duration {
         let unseen = match self.at {
             Some(_) => 0,

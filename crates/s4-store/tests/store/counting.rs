@@ -25,7 +25,7 @@ pub(crate) struct Counting {
     pub(crate) deletes: Arc<AtomicU64>,
     /// Writes fail for lack of space until something is deleted.
     pub(crate) full: Arc<AtomicBool>,
-    /// Writes fail for good.
+    /// Writes fail permanently.
     pub(crate) read_only: Arc<AtomicBool>,
 }
 

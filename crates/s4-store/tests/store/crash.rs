@@ -138,7 +138,7 @@ async fn an_orphan_that_is_published_meanwhile_stays() {
     assert_eq!(writer.latest().await.unwrap().unwrap().id(), saved.id());
 }
 
-/// As above, but the sweep goes on at once: it gives up the other orphan and leaves this one.
+/// As above, but the sweep goes on immediately: it gives up the other orphan and leaves this one.
 #[tokio::test(start_paused = true)]
 async fn a_sweep_looks_at_the_log_once_more_before_it_gives_up() {
     let (_, place) = faulty();

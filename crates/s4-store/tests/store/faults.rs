@@ -1,6 +1,8 @@
 //! Every request fails once, in every way: nothing that was acknowledged is lost, nothing that is
 //! listed is broken, and everything left behind is swept.
 
+use std::time::Duration;
+
 use s4_store::testing::{Fault, FaultStore, quick_options, toy};
 use s4_store::{CheckOptions, Checkpoint, Error, Place, Resolution, Store, StoreOptions, Writers};
 
@@ -54,6 +56,8 @@ enum Known {
 /// Nothing listed is broken, and everything acknowledged is listed.
 async fn verify(start: &Start, known: Known, what: &str, may_replace: Option<usize>) {
     start.faults.heal();
+    // What is late has its effect meanwhile.
+    tokio::time::sleep(Duration::from_secs(2)).await;
     let store = Store::open(&start.place, quick_options()).await.unwrap();
     let listed = match &known {
         Known::Failed(Error::CommitUnknown(unknown)) => match store.resolve(unknown).await.unwrap()
@@ -116,6 +120,11 @@ async fn sweep(start: &Start) -> Result<Option<Checkpoint>, Error> {
     Ok(None)
 }
 
+/// All faults, and an answer that never comes: nobody waits for it until the deadline.
+fn faults() -> impl Iterator<Item = Fault> {
+    Fault::ALL.into_iter().chain([Fault::Unanswered])
+}
+
 /// Fails each request of `operation` in each way, each time on a fresh store.
 async fn every_request<F>(name: &str, writers: Writers, may_replace: Option<usize>, operation: F)
 where
@@ -128,7 +137,7 @@ where
     assert!(requests > 10, "{name}: {requests} requests");
     verify(&calm, Known::Done(done), name, may_replace).await;
     let mut fired = 0;
-    for fault in Fault::ALL {
+    for fault in faults() {
         for nth in 0..requests {
             let what = format!("{name}, request {nth}, {fault:?}");
             let start = start_for(writers).await;
@@ -172,7 +181,7 @@ async fn one_fault_is_nothing_a_caller_sees() {
     calm.faults.heal();
     publish(&calm).await.unwrap();
     let requests = calm.faults.ops();
-    for fault in Fault::ALL {
+    for fault in faults() {
         if matches!(fault, Fault::Crash | Fault::CrashAfter | Fault::Denied) {
             continue;
         }

@@ -183,6 +183,34 @@ async fn a_failed_upload_ends_the_attempt() {
     assert!(store.list().await.unwrap().is_empty());
 }
 
+/// Whatever keeps an attempt from being staged, its objects are deleted immediately, without a sweep.
+#[tokio::test]
+async fn what_cannot_be_staged_is_deleted() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let parent = toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+    let objects = || async {
+        let all = faults.list(Some(&Path::from("runs/one/ck")));
+        futures::TryStreamExt::try_collect::<Vec<_>>(all).await.unwrap().len()
+    };
+    let before = objects().await;
+    for doomed in ["/d-1", "/manifest"] {
+        faults.set_plan(move |op| {
+            let hit = op.kind == OpKind::Put && op.key.ends_with(doomed);
+            hit.then_some(s4_store::testing::Fault::Denied)
+        });
+        toy::stage(&store, 2, None, &[2; 40]).await.unwrap_err();
+        assert_eq!(objects().await, before, "{doomed}");
+    }
+    faults.heal();
+    // The parent turns out to be damaged when everything is stored.
+    let lost = Path::from(format!("runs/one/ck/{}/d-0", parent.id()));
+    faults.delete(&lost).await.unwrap();
+    let base = (parent.reference(), &[1; 20][..]);
+    toy::stage(&store, 2, Some(base), &[2; 20]).await.unwrap_err();
+    assert_eq!(objects().await, before - 1);
+}
+
 /// A store that was copied to a server which lies is not written to.
 #[tokio::test]
 async fn a_moved_store_is_probed_again() {
@@ -313,7 +341,7 @@ async fn a_check_names_what_is_damaged_and_what_needs_it() {
     let only = CheckOptions { only: vec![other.id()], ..all.clone() };
     assert!(store.check(&only, None).await.unwrap().is_clean());
 
-    // What the delta needs of its parent may be whole all the same: a caller can tell.
+    // The part of its parent that the delta needs may still be intact: a caller can tell.
     for (stored, verdict) in [(true, Verdict::Restores), (false, Verdict::Needs(base.id()))] {
         let report = store.check(&all, Some(&mut Says(stored))).await.unwrap();
         let named = report.findings.iter().any(|f| f.checkpoint == Some(delta.id()));

@@ -12,6 +12,7 @@ mod gc;
 mod life;
 mod local;
 mod network;
+mod one_writer;
 mod ranks;
 mod repair;
 mod servers;
@@ -47,6 +48,27 @@ fn faulty() -> (FaultStore, Place) {
 fn place_of(faults: &FaultStore) -> Place {
     let store: Arc<dyn ObjectStore> = Arc::new(faults.clone());
     Place::objects(store, Path::from("runs/one"))
+}
+
+/// Runs a simulation with the seeds from 0 on, each on a clock of its own, and returns what each run did.
+/// `S4_SIM_SEEDS` says how many, and `S4_SIM_SEED` names a single one.
+fn simulations<T, F: Future<Output = T>>(seeds: u64, simulate: impl Fn(u64) -> F) -> Vec<T> {
+    let number = |name: &str| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
+    let seeds = match number("S4_SIM_SEED") {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("S4_SIM_SEEDS").unwrap_or(seeds),
+    };
+    let run = |seed| {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .start_paused(true)
+            .build()
+            .unwrap();
+        let run = std::panic::AssertUnwindSafe(|| runtime.block_on(simulate(seed)));
+        std::panic::catch_unwind(run)
+            .unwrap_or_else(|_| panic!("seed {seed} fails: repeat it with S4_SIM_SEED={seed}"))
+    };
+    seeds.map(run).collect()
 }
 
 /// Runs a future the first time that a point is reached.

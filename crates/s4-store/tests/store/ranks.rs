@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use object_store::ObjectStoreExt;
 use s4_store::testing::quick_options;
 use s4_store::{
     About, CheckOptions, CheckpointId, Conflict, Error, MAX_RANKS, ObjectInfo, Op, Store,
@@ -119,7 +120,9 @@ async fn a_part_that_is_not_whole_is_not_listed() {
     let refused = attempt.publish(Bytes::new(), about(1)).await.unwrap_err();
     assert!(matches!(refused, Error::Missing { .. }), "{refused}");
     assert!(store.latest().await.unwrap().is_none());
-    drop(faults);
+    // Whoever coordinates the ranks knows whether these are needed.
+    let kept = object_store::path::Path::from(format!("runs/one/ck/{id}/d-0"));
+    faults.head(&kept).await.unwrap();
 }
 
 #[tokio::test]
@@ -131,7 +134,8 @@ async fn ranks_have_limits() {
     assert!(matches!(refused, Error::Limit(_)), "{refused}");
     let mut last = store.join(id, MAX_RANKS - 1).await.unwrap();
     let refused = last.put_as(4096, "", Bytes::new()).await.unwrap_err();
-    assert!(matches!(refused, Error::Argument(_)), "{refused}");
+    assert!(matches!(refused, Error::Limit(_)), "{refused}");
+    assert!(refused.to_string().contains("4096 objects of one rank"), "{refused}");
     last.put_as(0, "", Bytes::from_static(b"x")).await.unwrap();
     let mut parts = vec![vec![]; MAX_RANKS as usize - 1];
     parts.push(last.finish_part().await.unwrap());
@@ -139,8 +143,70 @@ async fn ranks_have_limits() {
         store.gather(id, parts).await.unwrap().publish(Bytes::new(), about(1)).await.unwrap();
     assert_eq!(store.read(listed.id()).await.unwrap().object(0).await.unwrap(), "x");
     // Nothing can be added to a gathered attempt.
-    let mut gathered = store.gather(listed.id(), vec![]).await.unwrap();
+    let another = store.begin().await.unwrap().id();
+    let mut gathered = store.gather(another, vec![]).await.unwrap();
     assert!(matches!(gathered.put("", Bytes::new()).await.unwrap_err(), Error::Argument(_)));
     let published = matches!(store.log(1).await.unwrap()[0].op, Op::Publish(_));
     assert!(published);
+}
+
+/// Its manifest and objects would be replaced by others.
+#[tokio::test(start_paused = true)]
+async fn what_was_listed_is_not_stored_once_more() {
+    let (_, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let id = store.begin().await.unwrap().id();
+    let parts = vec![part(&store, id, 0, 2).await, part(&store, id, 1, 1).await];
+    // Until it is listed, it may be staged again.
+    let staged = store.gather(id, parts.clone()).await.unwrap();
+    staged.stage(Bytes::from_static(b"first try"), about(1)).await.unwrap();
+    let attempt = store.gather(id, parts.clone()).await.unwrap();
+    attempt.publish(Bytes::from_static(b"index"), about(1)).await.unwrap();
+    let other = Store::open(&place, quick_options()).await.unwrap();
+    for listed in [true, false] {
+        for store in [&store, &other] {
+            let refused = [
+                store.gather(id, parts.clone()).await.map(drop),
+                store.join(id, 1).await.map(drop),
+            ];
+            for refused in refused {
+                let refused = refused.unwrap_err();
+                assert!(
+                    matches!(refused, Error::Conflict(Conflict::Spent { id: of, .. }) if of == id),
+                    "{refused}"
+                );
+            }
+        }
+        // One that was retired can be listed again.
+        if listed {
+            store.retire(&[id], "").await.unwrap();
+            other.state().await.unwrap();
+        }
+    }
+    store.unretire(&[id]).await.unwrap();
+    let all = CheckOptions { read_data: true, ..CheckOptions::default() };
+    assert!(store.check(&all, None).await.unwrap().is_clean());
+    assert_eq!(&store.read(id).await.unwrap().manifest().blob[..], b"index");
+}
+
+/// The counts of the ranks in an entry take room from metrics and tags.
+#[tokio::test]
+async fn metrics_and_tags_have_the_room_that_the_ranks_leave() {
+    let (_, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let about = |bytes| About { tags: [("t".to_owned(), "x".repeat(bytes))].into(), ..about(1) };
+    // Two bytes for each rank.
+    for (ranks, room) in [(0, 62 << 10), (MAX_RANKS as usize, 46 << 10)] {
+        let id = store.begin().await.unwrap().id();
+        let gather = || store.gather(id, vec![vec![]; ranks]);
+        let refused = gather().await.unwrap().stage(Bytes::new(), about(room)).await.unwrap_err();
+        assert!(matches!(refused, Error::Limit(_)), "{refused}");
+        let staged = gather().await.unwrap().stage(Bytes::new(), about(room - 100)).await.unwrap();
+        let listed = staged.publish().await.unwrap().id();
+        // Then it can also be listed again, which takes a larger entry.
+        store.retire(&[listed], "").await.unwrap();
+        assert_eq!(store.unretire(&[listed]).await.unwrap().len(), 1);
+    }
+    about(62 << 10).check().unwrap_err();
+    about((62 << 10) - 100).check().unwrap();
 }

@@ -7,7 +7,7 @@ use futures::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use s4_store::testing::{Fault, FaultStore, quick_options, toy};
-use s4_store::{CheckOptions, CheckpointId, LogDamage, Place, Store, SweepOptions};
+use s4_store::{CheckOptions, CheckpointId, Error, LogDamage, Place, Store, SweepOptions};
 
 use crate::damage::{WAYS, Way, grown, harm, key, left, steps};
 use crate::faulty;
@@ -243,4 +243,34 @@ async fn an_object_that_is_too_large_to_copy_does_not_prevent_a_repair() {
     assert!(told.contains(&format!(r#""cut":["{aside}/{entry}"]"#)), "{told}");
     let store = Store::open(&place, quick_options()).await.unwrap();
     assert_eq!(steps(&store).await, [1, 2]);
+}
+
+/// Whether there is an entry after the last listed one is known only once its slot was read.
+#[tokio::test(start_paused = true)]
+async fn a_slot_that_cannot_be_read_is_not_taken_for_an_entry() {
+    const N: u64 = 4;
+    let (faults, place, _) = grown(N as u8).await;
+    faults.delete(&key(2)).await.unwrap();
+    let planned = Store::repair(&place, quick_options(), false).await.unwrap();
+    let mut failed = 0;
+    for nth in 0.. {
+        let mut reads = 0;
+        faults.set_plan(move |op| {
+            reads += u64::from(op.key == key(N + 1).as_ref());
+            (op.key == key(N + 1).as_ref() && reads == nth + 1).then_some(Fault::Denied)
+        });
+        let before = faults.fired();
+        let dry = Store::repair(&place, quick_options(), false).await;
+        if faults.fired() == before {
+            assert!(nth > 0 && failed > 0, "{nth} reads of the next slot");
+            break;
+        }
+        match dry {
+            Ok(dry) => assert_eq!(dry, planned, "read {nth}"),
+            Err(e) => {
+                failed += 1;
+                assert!(matches!(e, Error::Storage { .. }), "read {nth}: {e}");
+            }
+        }
+    }
 }

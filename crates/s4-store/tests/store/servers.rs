@@ -87,7 +87,7 @@ async fn servers_conform() {
     }
 }
 
-/// What a store on Amazon's servers does unless it is told otherwise.
+/// The default behaviour of a store on Amazon's servers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn servers_conform_with_bodies_that_are_checked_and_not_signed() {
     for (name, endpoint) in s3_servers() {

@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use s4_store::testing::{Fault, FaultStore, OpKind, Random, SeededIds, quick_options, toy};
+use s4_store::testing::{Fault, OpKind, Random, SeededIds, quick_options, toy};
 use s4_store::{
-    CheckOptions, Checkpoint, CheckpointId, CommitUnknown, Conflict, Entry, Error, Op, Place,
-    Resolution, Retention, Store, StoreOptions, SweepOptions,
+    About, CheckOptions, Checkpoint, CheckpointId, CommitUnknown, Conflict, Entry, Error,
+    ObjectInfo, Op, Place, Reference, Resolution, Retention, Store, StoreOptions, SweepOptions,
 };
 
-use crate::faulty;
+use crate::{faulty, simulations};
 
 const LEN: usize = 24;
 const GRACE: Duration = Duration::from_secs(24 * 3600);
@@ -34,8 +34,29 @@ struct Model {
     /// As `retaining`, for calls that list checkpoints again.
     unretiring: usize,
     unknown: Vec<CommitUnknown>,
+    /// Checkpoints that can never be listed: given up, or found not to be in the log.
+    never: BTreeSet<CheckpointId>,
+    /// Checkpoints that were acknowledged as pinned.
+    pinned: BTreeSet<CheckpointId>,
+    /// Checkpoints that somebody asked to unpin, successfully or not.
+    maybe_unpinned: BTreeSet<CheckpointId>,
+    /// What may have replaced a checkpoint.
+    heirs: BTreeMap<CheckpointId, Vec<CheckpointId>>,
     acknowledged: usize,
     restored: usize,
+    swept: usize,
+}
+
+impl Model {
+    /// A checkpoint and all that may have replaced it.
+    fn family(&self, id: CheckpointId) -> BTreeSet<CheckpointId> {
+        let (mut all, mut open) = (BTreeSet::new(), vec![id]);
+        while let Some(id) = open.pop() {
+            all.insert(id);
+            open.extend(self.heirs.get(&id).into_iter().flatten());
+        }
+        all
+    }
 }
 
 type Shared = Arc<Mutex<Model>>;
@@ -81,7 +102,12 @@ fn expected(model: &Shared, error: Error) {
     }
 }
 
-async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
+/// A parent for the next checkpoint, with its content.
+async fn parent(
+    store: &Store,
+    model: &Shared,
+    random: &mut Random,
+) -> Result<Option<(Reference, Vec<u8>)>, Error> {
     let state = store.state().await?;
     let all = state.list();
     let parent = match random.below(4) {
@@ -94,7 +120,11 @@ async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(
         }),
         _ => all.get(random.below(all.len() as u64) as usize).copied(),
     };
-    let base = parent.map(|parent| (parent.reference(), known_content(model, parent.id())));
+    Ok(parent.map(|parent| (parent.reference(), known_content(model, parent.id()))))
+}
+
+async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
+    let base = parent(store, model, random).await?;
     let content = content(random);
     let parent = base.as_ref().map(|(reference, base)| (*reference, &base[..]));
     let staged = toy::stage(store, random.below(1000), parent, &content).await?;
@@ -108,6 +138,116 @@ async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(
 
 fn known_content(model: &Shared, id: CheckpointId) -> Vec<u8> {
     model.lock().unwrap().contents.get(&id).cloned().expect("a listed checkpoint nobody wrote")
+}
+
+/// Two ranks store a checkpoint together. One may fail, and then go on for a while.
+async fn publish_ranks(
+    world: &World,
+    other: StoreOptions,
+    store: &Store,
+    random: &mut Random,
+) -> Result<(), Error> {
+    let model = &world.model;
+    let base = parent(store, model, random).await?;
+    let content = content(random);
+    let id = store.begin().await?.id();
+    let stored = match &base {
+        Some((_, base)) => content.iter().zip(base).map(|(a, b)| a ^ b).collect(),
+        None => content.clone(),
+    };
+    let (place, late, tail) = (world.place.clone(), random.below(100), stored[16..].to_vec());
+    let second = tokio::spawn(async move {
+        let store = Store::open(&place, other).await?;
+        tokio::time::sleep(Duration::from_millis(late)).await;
+        part(&store, id, 1, tail).await
+    });
+    let first = part(store, id, 0, stored[..16].to_vec()).await;
+    let fails = random.one_in(4);
+    let second =
+        if fails { Err(Error::NoCheckpoint { what: "any".into() }) } else { second.await.unwrap() };
+    let both = first.and_then(|first| Ok(vec![first, second?]));
+    let staged = async {
+        let attempt = store.gather(id, both?).await?;
+        let about = About { step: 1, parent: base.map(|(parent, _)| parent), ..About::default() };
+        attempt.stage(bytes::Bytes::from_static(b"toy"), about).await
+    };
+    let staged = match staged.await {
+        Ok(staged) => staged,
+        Err(error) => {
+            store.abort(id).await?;
+            model.lock().unwrap().never.insert(id);
+            return Err(error);
+        }
+    };
+    model.lock().unwrap().contents.insert(id, content);
+    staged.publish().await?;
+    let mut model = model.lock().unwrap();
+    model.listed.insert(id);
+    model.acknowledged += 1;
+    Ok(())
+}
+
+async fn part(
+    store: &Store,
+    id: CheckpointId,
+    rank: u32,
+    bytes: Vec<u8>,
+) -> Result<Vec<ObjectInfo>, Error> {
+    let mut attempt = store.join(id, rank).await?;
+    attempt.put("toy", bytes.into()).await?;
+    attempt.finish_part().await
+}
+
+/// Pins or unpins a listed checkpoint.
+async fn pin(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
+    let state = store.state().await?;
+    let all = state.list();
+    let Some(one) = all.get(random.below(all.len() as u64) as usize) else { return Ok(()) };
+    if random.one_in(3) {
+        store.pin(one.id()).await?;
+        model.lock().unwrap().pinned.insert(one.id());
+        return Ok(());
+    }
+    model.lock().unwrap().maybe_unpinned.insert(one.id());
+    store.unpin(one.id()).await
+}
+
+/// Gives up an attempt, perhaps while its writer is about to list it.
+async fn give_up(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
+    let one = {
+        let model = model.lock().unwrap();
+        let open = model.contents.keys().rev().filter(|id| !model.listed.contains(*id));
+        let open: Vec<_> = open.copied().collect();
+        open.get(random.below(open.len() as u64) as usize).copied()
+    };
+    let Some(one) = one else { return Ok(()) };
+    store.abort(one).await?;
+    model.lock().unwrap().never.insert(one);
+    Ok(())
+}
+
+async fn sweep(store: &Store, model: &Shared) -> Result<(), Error> {
+    let options = SweepOptions { grace: GRACE, ..SweepOptions::default() };
+    let report = store.sweep(&options).await?;
+    let mut model = model.lock().unwrap();
+    model.swept += report.deleted.len() + report.aborted.len();
+    Ok(())
+}
+
+/// Finds out what became of a commit.
+async fn resolve(store: &Store, model: &Shared) -> Result<(), Error> {
+    let Some(unknown) = model.lock().unwrap().unknown.pop() else { return Ok(()) };
+    let resolved = store.resolve(&unknown).await;
+    let mut model = model.lock().unwrap();
+    match (resolved, unknown.checkpoint) {
+        (Ok(Resolution::Committed(_)), id) => model.listed.extend(id),
+        (Ok(Resolution::Lost), id) => model.never.extend(id),
+        (Err(error), _) => {
+            model.unknown.push(unknown);
+            return Err(error);
+        }
+    }
+    Ok(())
 }
 
 /// Rebases, telling the model before anything can be listed.
@@ -144,6 +284,7 @@ impl s4_store::Rebaser for Telling {
             let mut model = self.model.lock().unwrap();
             model.contents.insert(attempt.id(), content);
             model.maybe_gone.insert(self.old);
+            model.heirs.entry(self.old).or_default().push(attempt.id());
         }
         self.toy.write(store, chain, attempt).await
     }
@@ -162,9 +303,8 @@ async fn retire(store: &Store, model: &Shared, random: &mut Random) -> Result<()
     let state = store.state().await?;
     if random.one_in(2) {
         let policy = Retention { keep_last: Some(3), ..Retention::default() };
-        // It plans anew for every try, so it may retire other checkpoints than are listed now, even
-        // some whose writers do not know yet that they are listed. It returns which; if it fails,
-        // the log tells.
+        // It plans again for every try, so it may retire other checkpoints than are listed now, even some whose
+        // writers do not know yet that they are listed. It returns which; if it fails, the log tells.
         model.lock().unwrap().retaining += 1;
         let taken = store.apply_retention(&policy).await?;
         let mut model = model.lock().unwrap();
@@ -223,49 +363,85 @@ async fn read(store: &Store, model: &Shared, random: &mut Random) -> Result<(), 
     }
 }
 
+/// Stops a process in the middle of an operation.
+async fn stopped<T>(operation: impl Future<Output = T>, after: Duration, length: Duration) -> T {
+    let mut operation = std::pin::pin!(operation);
+    match tokio::time::timeout(after, &mut operation).await {
+        Ok(done) => done,
+        Err(_) => {
+            tokio::time::sleep(length).await;
+            operation.await
+        }
+    }
+}
+
 /// One process after another: each lives until it is done or dies.
-async fn writer(world: Arc<World>, faults: FaultStore, who: u64) {
+async fn writer(world: Arc<World>, who: u64) {
     let mut random = Random::new(world.seed << 8 | who);
+    let model = &world.model;
     for life in 0..3 {
-        let patience = Duration::from_millis(200 + random.below(4000));
-        let lived = tokio::time::timeout(patience, async {
-            let store = match Store::open(&world.place, world.options(who, life)).await {
-                Ok(store) => store,
-                Err(error) => return expected(&world.model, error),
-            };
-            for _ in 0..6 {
-                let outcome = match random.below(10) {
-                    0..5 => publish(&store, &world.model, &mut random).await,
-                    5 => retire(&store, &world.model, &mut random).await,
-                    6 if random.one_in(2) => unretire(&store, &world.model, &mut random).await,
-                    6 => retire(&store, &world.model, &mut random).await,
-                    7 => rebase(&store, &world.model, &mut random).await,
-                    _ => read(&store, &world.model, &mut random).await,
-                };
-                if let Err(error) = outcome {
-                    expected(&world.model, error);
-                }
-                if random.one_in(12) {
-                    // Asleep for days, in the middle of whatever the others do.
-                    tokio::time::sleep(GRACE * 2).await;
-                }
+        let ms = |random: &mut Random, most| Duration::from_millis(random.below(most));
+        if random.one_in(2) {
+            tokio::time::sleep(ms(&mut random, 200_000_000)).await;
+        }
+        let opening = Store::open(&world.place, world.options(who, life));
+        let store = match opening.await {
+            Ok(store) => store,
+            Err(error) => {
+                expected(model, error);
+                continue;
             }
-        });
-        // A timeout is a death at an arbitrary `await`: the future is dropped there.
-        let _ = lived.await;
-        let _ = &faults;
+        };
+        for _ in 0..6 {
+            let (what, random) = (random.below(16), &mut random);
+            let after = ms(random, 400);
+            let (dies, stops) = (random.one_in(10), random.one_in(10));
+            let length = ms(random, 300_000_000);
+            let operation = async {
+                match what {
+                    0..6 => publish(&store, model, random).await,
+                    6 => publish_ranks(&world, world.options(who, life + 32), &store, random).await,
+                    7 => retire(&store, model, random).await,
+                    8 if random.one_in(2) => unretire(&store, model, random).await,
+                    8 => retire(&store, model, random).await,
+                    9 => rebase(&store, model, random).await,
+                    10 => pin(&store, model, random).await,
+                    11 => give_up(&store, model, random).await,
+                    12 => sweep(&store, model).await,
+                    13 => resolve(&store, model).await,
+                    _ => read(&store, model, random).await,
+                }
+            };
+            let done = if dies {
+                // It dies at an arbitrary `await`: the future is dropped there.
+                match tokio::time::timeout(after, operation).await {
+                    Ok(done) => done,
+                    Err(_) => break,
+                }
+            } else if stops && what < 14 {
+                stopped(operation, after, length).await
+            } else {
+                operation.await
+            };
+            if let Err(error) = done {
+                expected(model, error);
+            }
+            if random.one_in(6) {
+                // It does nothing for days, whatever the others do.
+                tokio::time::sleep(GRACE * 2).await;
+            }
+        }
     }
 }
 
 async fn sweeper(world: Arc<World>) {
     let mut random = Random::new(world.seed << 8 | 99);
-    for life in 0..6 {
+    for life in 0..12 {
         tokio::time::sleep(Duration::from_millis(random.below(2000))).await;
-        if let Ok(store) = Store::open(&world.place, world.options(50, life)).await {
-            let options = SweepOptions { grace: GRACE, ..SweepOptions::default() };
-            if let Err(error) = store.sweep(&options).await {
-                expected(&world.model, error);
-            }
+        if let Ok(store) = Store::open(&world.place, world.options(50, life)).await
+            && let Err(error) = sweep(&store, &world.model).await
+        {
+            expected(&world.model, error);
         }
         if random.one_in(2) {
             tokio::time::sleep(GRACE + Duration::from_secs(60)).await;
@@ -299,16 +475,19 @@ async fn back_untold(world: &World, store: &Store) -> BTreeSet<CheckpointId> {
     store.log(1).await.unwrap().into_iter().filter_map(of).collect()
 }
 
-/// At the end, with the faults gone: the log agrees with every acknowledgement.
-async fn judge(world: &World) {
-    let store = Store::open(&world.place, world.options(60, 0)).await.unwrap();
+/// At the end, with the faults gone: the log agrees with every acknowledgement. `settled` says that no
+/// request is on its way any more.
+async fn judge(world: &World, settled: bool) {
+    let store = Store::open(&world.place, world.options(60, settled.into())).await.unwrap();
     let unknown = std::mem::take(&mut world.model.lock().unwrap().unknown);
     for unknown in &unknown {
         let resolved = store.resolve(unknown).await.unwrap();
         let again = store.resolve(unknown).await.unwrap();
         assert_eq!(resolved, again);
-        if let (Resolution::Committed(_), Some(id)) = (resolved, unknown.checkpoint) {
-            world.model.lock().unwrap().listed.insert(id);
+        let mut model = world.model.lock().unwrap();
+        match resolved {
+            Resolution::Committed(_) => model.listed.extend(unknown.checkpoint),
+            Resolution::Lost => model.never.extend(unknown.checkpoint),
         }
     }
     let state = store.state().await.unwrap();
@@ -319,6 +498,15 @@ async fn judge(world: &World) {
         let model = world.model.lock().unwrap();
         for id in model.gone.difference(&model.maybe_back) {
             assert!(state.get(*id).is_none(), "{id} was retired and is listed");
+        }
+        for id in &model.never {
+            assert!(state.get(*id).is_none(), "{id} was given up and is listed");
+        }
+        for id in &model.pinned {
+            let family = model.family(*id);
+            let kept = family.iter().any(|id| state.get(*id).is_some_and(|c| c.pinned));
+            let free = !family.is_disjoint(&model.maybe_unpinned);
+            assert!(kept || free, "{id} was pinned and is not");
         }
         model.listed.difference(&model.maybe_gone).copied().collect::<Vec<_>>()
     };
@@ -343,10 +531,11 @@ async fn judge(world: &World) {
         store.sweep(&now).await.unwrap();
     }
     let report = store.check(&all, None).await.unwrap();
-    assert!(report.is_clean() && report.unlisted.is_empty(), "{report:?}");
+    assert!(report.is_clean(), "{report:?}");
+    assert!(!settled || report.unlisted.is_empty(), "{report:?}");
 }
 
-async fn simulate(seed: u64) -> (usize, usize) {
+async fn simulate(seed: u64) -> (usize, usize, usize) {
     let (faults, place) = faulty();
     let model = Shared::default();
     let world = Arc::new(World { place, model: Arc::clone(&model), seed });
@@ -355,49 +544,42 @@ async fn simulate(seed: u64) -> (usize, usize) {
     let rate = 10 + random.below(60);
     let mut faulty_ones = Random::new(seed ^ 0xfa17);
     faults.set_plan(move |op| {
-        let fault = Fault::ALL[faulty_ones.below(7) as usize];
+        let fault = Fault::ALL[faulty_ones.below(8) as usize];
         // Reads that are damaged again and again would only test the test.
         let rate = if op.kind == OpKind::Get { rate * 3 } else { rate };
         faulty_ones.one_in(rate).then_some(fault)
     });
     faults.set_delays(seed ^ 0xde1a);
+    let latest = GRACE * 3;
+    faults.set_lateness(seed ^ 0x1a7e, latest);
+    faults.set_skew(seed ^ 0x54e3, Duration::from_secs(600));
+    faults.outlive_callers();
     let writers = 2 + random.below(7);
-    let mut tasks: Vec<_> = (0..writers)
-        .map(|who| tokio::spawn(writer(Arc::clone(&world), faults.clone(), who)))
-        .collect();
+    let mut tasks: Vec<_> =
+        (0..writers).map(|who| tokio::spawn(writer(Arc::clone(&world), who))).collect();
     tasks.push(tokio::spawn(sweeper(Arc::clone(&world))));
     for task in tasks {
         task.await.unwrap();
     }
     faults.heal();
-    judge(&world).await;
+    judge(&world, false).await;
+    tokio::time::sleep(latest).await;
+    judge(&world, true).await;
     let model = model.lock().unwrap();
-    (model.acknowledged, model.restored)
+    (model.acknowledged, model.restored, model.swept)
 }
 
 #[test]
 fn many_writers_and_a_sweeper_against_a_model() {
-    let number = |name: &str| std::env::var(name).ok().and_then(|n| n.parse::<u64>().ok());
-    let seeds = match number("S4_SIM_SEED") {
-        Some(seed) => seed..seed + 1,
-        None => 0..number("S4_SIM_SEEDS").unwrap_or(200),
-    };
-    let (mut acknowledged, mut restored, count) = (0, 0, seeds.end - seeds.start);
-    for seed in seeds {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .start_paused(true)
-            .build()
-            .unwrap();
-        let run = std::panic::AssertUnwindSafe(|| runtime.block_on(simulate(seed)));
-        match std::panic::catch_unwind(run) {
-            Ok((saved, read)) => {
-                acknowledged += saved;
-                restored += read;
-            }
-            Err(_) => panic!("seed {seed} fails: repeat it with S4_SIM_SEED={seed}"),
-        }
+    let runs = simulations(200, simulate);
+    let (mut acknowledged, mut restored, mut swept) = (0, 0, 0);
+    for (saved, read, gone) in &runs {
+        acknowledged += saved;
+        restored += read;
+        swept += gone;
     }
-    println!("{count} seeds: {acknowledged} acknowledged saves, {restored} reads");
-    assert!(acknowledged as u64 > count && restored > 0, "the simulation does nothing");
+    let count = runs.len();
+    println!("{count} seeds: {acknowledged} acknowledged saves, {restored} reads, {swept} swept");
+    assert!(acknowledged > count && restored > 0, "the simulation does nothing");
+    assert!(swept > count, "sweeps do nothing while others are active");
 }

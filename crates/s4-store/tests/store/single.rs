@@ -1,14 +1,16 @@
 //! One writer at a time, on servers that are not safe for more: the lease.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use object_store::ObjectStoreExt;
+use futures::TryStreamExt;
 use object_store::memory::InMemory;
 use object_store::path::Path;
-use s4_store::testing::{Fault, FaultStore, Liar, Lie, Random, quick_options, toy};
-use s4_store::{CheckOptions, Error, Mode, Place, Store, StoreOptions, Writers};
+use object_store::{ObjectStore, ObjectStoreExt};
+use s4_store::testing::{Fault, FaultStore, Liar, Lie, OpKind, Random, quick_options, toy};
+use s4_store::{CheckOptions, Error, Mode, Place, Resolution, Store, StoreOptions, Writers};
 
 fn single() -> StoreOptions {
     StoreOptions { writers: Writers::Single, ..quick_options() }
@@ -83,6 +85,61 @@ async fn a_dead_holder_is_waited_for() {
     toy::save(&third, 3, None, b"thr").await.unwrap();
     assert!(start.elapsed() < Duration::from_secs(1));
     assert_eq!(steps(&place).await, [1, 2, 3]);
+}
+
+/// A deletion whose answer was lost may take effect when the key was written again.
+#[tokio::test(start_paused = true)]
+async fn no_key_of_a_lease_is_written_again_once_it_was_deleted() {
+    let server = server();
+    let (faults, place) = connection(&server);
+    let (deleted, wrong) = (Arc::new(Mutex::new(BTreeSet::new())), Arc::new(AtomicUsize::new(0)));
+    let (gone, again) = (Arc::clone(&deleted), Arc::clone(&wrong));
+    faults.set_plan(move |op| {
+        let mut gone = gone.lock().unwrap();
+        match op.kind {
+            _ if !op.key.contains("/lease/") => {}
+            OpKind::Delete => drop(gone.insert(op.key.clone())),
+            OpKind::Put | OpKind::Create if gone.contains(&op.key) => {
+                again.fetch_add(1, Ordering::SeqCst);
+            }
+            _ => {}
+        }
+        None
+    });
+    let first = Store::create(&place, single()).await.unwrap();
+    let second = Store::open(&place, quick_options()).await.unwrap();
+    for step in 0..3 {
+        toy::save(&first, 2 * step, None, b"one").await.unwrap();
+        let waiting = toy::save(&second, 2 * step + 1, None, b"two");
+        let ending = async {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            first.release().await.unwrap();
+        };
+        tokio::join!(waiting, ending).0.unwrap();
+        second.release().await.unwrap();
+    }
+    assert_eq!(steps(&place).await, [0, 1, 2, 3, 4, 5]);
+    let deleted = deleted.lock().unwrap().len();
+    assert!(deleted > 12 && wrong.load(Ordering::SeqCst) == 0, "{deleted}, {wrong:?}");
+}
+
+/// A late write of a holder that died is no sign of life.
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_arrives_late_keeps_nobody_out() {
+    let server = server();
+    let (faults, place) = connection(&server);
+    let first = Store::create(&place, single()).await.unwrap();
+    toy::save(&first, 1, None, b"one").await.unwrap();
+    drop(first);
+    let lease = faults.list(Some(&Path::from("one/lease"))).try_next().await.unwrap().unwrap();
+    let second = Store::open(&place, quick_options()).await.unwrap();
+    let arriving = async {
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        server.put(&lease.location, bytes::Bytes::from_static(b"{}").into()).await.unwrap();
+    };
+    let (saved, ()) = tokio::join!(toy::save(&second, 2, None, b"two"), arriving);
+    saved.unwrap();
+    assert_eq!(steps(&place).await, [1, 2]);
 }
 
 /// A process died while the store's clock was ahead, so its lease or claim is dated in the future.
@@ -208,7 +265,7 @@ async fn of_writers_that_start_at_once_one_writes_at_a_time() {
     assert!(saves > 200, "{saves}");
 }
 
-/// Two processes create a store at once.
+/// Two processes create a store at the same time.
 #[tokio::test(start_paused = true)]
 async fn one_of_two_creators_wins() {
     for seed in 0..40 {
@@ -256,4 +313,60 @@ async fn a_store_is_opened_to_many_writers() {
     toy::save(&b, 3, None, b"thr").await.unwrap();
     assert!(matches!(a.break_lease().await, Err(Error::Argument(_))));
     assert_eq!(steps(&place).await, [1, 2, 3]);
+}
+
+/// A commit fails, its effect comes later, and meanwhile the same process commits again.
+#[tokio::test(start_paused = true)]
+async fn a_commit_that_lands_late_overwrites_nothing() {
+    for saves in 1..=3 {
+        let server = server();
+        let (faults, place) = connection(&server);
+        let store = Store::create(&place, single()).await.unwrap();
+        toy::save(&store, 1, None, b"one").await.unwrap();
+        let staged = toy::stage(&store, 2, None, b"two").await.unwrap();
+        faults.set_plan(|op| {
+            (op.kind == OpKind::Put && op.key.contains("/log/")).then_some(Fault::Late)
+        });
+        let error = staged.publish().await.unwrap_err();
+        let Error::CommitUnknown(unknown) = error else { panic!("{error}") };
+        faults.heal();
+        let mut wanted = vec![1];
+        for step in 3..3 + saves {
+            toy::save(&store, step, None, b"abc").await.unwrap();
+            wanted.push(step);
+        }
+        store.release().await.unwrap();
+        drop(store);
+        tokio::time::sleep(Duration::from_secs(10)).await;
+        let mut there = steps(&place).await;
+        there.retain(|step| *step != 2);
+        assert_eq!(there, wanted, "{saves}: {unknown}");
+    }
+}
+
+/// While it is unknown whether one commit is in the log, another one that cannot begin is known not to be.
+#[tokio::test(start_paused = true)]
+async fn a_commit_behind_an_unknown_one_has_not_begun() {
+    let server = server();
+    let (faults, place) = connection(&server);
+    let store = Store::create(&place, single()).await.unwrap();
+    toy::save(&store, 1, None, b"one").await.unwrap();
+    let [second, third] = [
+        toy::stage(&store, 2, None, b"two").await.unwrap(),
+        toy::stage(&store, 3, None, b"thr").await.unwrap(),
+    ];
+    faults.set_plan(|op| {
+        (op.kind == OpKind::Put && op.key.contains("/log/")).then_some(Fault::Before)
+    });
+    let error = second.publish().await.unwrap_err();
+    let Error::CommitUnknown(unknown) = error else { panic!("{error}") };
+    let error = third.publish().await.unwrap_err();
+    assert!(matches!(error, Error::Deadline { action: "write again", .. }), "{error}");
+    let error = store.resolve(&unknown).await.unwrap_err();
+    assert!(matches!(error, Error::CommitUnknown(_)), "{error}");
+    faults.heal();
+    assert!(matches!(store.resolve(&unknown).await.unwrap(), Resolution::Committed(_)));
+    toy::save(&store, 4, None, b"fou").await.unwrap();
+    store.release().await.unwrap();
+    assert_eq!(steps(&place).await, [1, 2, 4]);
 }

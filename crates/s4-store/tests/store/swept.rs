@@ -69,8 +69,8 @@ async fn ids(store: &Store) -> BTreeSet<CheckpointId> {
     store.list().await.unwrap().iter().map(|c| c.id()).collect()
 }
 
-/// What is unknown without an entry: what it listed or replaced, and what was made of that. But a later
-/// replacement proves that the old checkpoint was listed.
+/// The checkpoints that are unknown without an entry: those that it listed or replaced, and those made from them.
+/// But a later replacement proves that the old checkpoint was listed.
 fn hangs_on(log: &[Entry], lost: u64) -> BTreeSet<CheckpointId> {
     let mut unknown = BTreeSet::new();
     let replaced = |e: &Entry| match &e.op {

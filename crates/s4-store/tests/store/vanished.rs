@@ -1,5 +1,5 @@
-//! A check and a sweep of a store that vanished under an open handle, or that lost what this handle has read, do not
-//! find everything in order. And a date in the future makes nothing else old.
+//! A check and a sweep notice that a store vanished under an open handle, or lost entries that this handle has
+//! read. And a date in the future makes nothing else look old.
 
 use std::path::Path;
 use std::time::{Duration, SystemTime};
@@ -144,7 +144,7 @@ async fn a_checkpoint_that_no_entry_can_hold_leaves_nothing() {
     let store = with_three(temp.path()).await;
     let metric = |x| About { metrics: [("loss".to_owned(), x)].into(), ..About::default() };
     let tag = |n| About { tags: [("note".to_owned(), "x".repeat(n))].into(), ..About::default() };
-    // The last one is refused only when the entry is made, with all else that it holds.
+    // The last one leaves too little room for all else that an entry holds.
     for about in [metric(f64::NAN), metric(f64::INFINITY), tag(70_000), tag((64 << 10) - 100)] {
         let mut attempt = store.begin().await.unwrap();
         attempt.put("weights", vec![1; 100].into()).await.unwrap();

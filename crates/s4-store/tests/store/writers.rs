@@ -13,8 +13,8 @@ use s4_store::testing::{
     Fault, FaultStore, Liar, Lie, OpKind, Random, conformance, create_race, quick_options, toy,
 };
 use s4_store::{
-    About, CheckOptions, Checkpoint, CheckpointId, Error, Mode, Place, ProbeLimits, Store,
-    StoreOptions, Writers,
+    About, Cause, CheckOptions, Checkpoint, CheckpointId, Error, Mode, Op, Place, ProbeLimits,
+    Store, StoreOptions, Writers,
 };
 
 use crate::faulty;
@@ -55,6 +55,28 @@ async fn a_disturbed_probe_is_repeated() {
         }
     }
     assert!(fired > requests, "{fired} faults had an effect");
+}
+
+/// A server that never answers one request is asked again before the deadline, however short that is.
+#[tokio::test(start_paused = true)]
+async fn a_probe_does_not_wait_for_one_answer_until_its_deadline() {
+    let (mut fired, mut nth) = (0, 0);
+    loop {
+        let (faults, place) = faulty();
+        let mut creates = 0;
+        faults.set_plan(move |op| {
+            creates += u32::from(op.kind == OpKind::Create && op.key.contains("probe-"));
+            (creates == nth + 1).then(|| creates += 1).map(|()| Fault::Unanswered)
+        });
+        let store = Store::create(&place, quick_options()).await;
+        let store = store.unwrap_or_else(|e| panic!("create {nth}: {e}"));
+        assert_eq!(store.repo().mode, Mode::Many, "create {nth}");
+        if faults.fired() == 0 {
+            break;
+        }
+        (fired, nth) = (fired + 1, nth + 1);
+    }
+    assert!(fired > 40, "{fired} creates had no answer");
 }
 
 /// Under any rate of faults a store is created for many writers, or not at all.
@@ -154,8 +176,8 @@ async fn listed(store: &Store) -> BTreeSet<CheckpointId> {
     store.list().await.unwrap().iter().map(Checkpoint::id).collect()
 }
 
-/// A server that passed the probe checks first and then writes, with four writers at once: the
-/// loser of a race finds out, and all that was acknowledged is there in the end.
+/// A server that passed the probe checks first and then writes, with four writers at the same time: the loser of a
+/// race finds out, and all that was acknowledged is there in the end.
 async fn racing_writers(seed: u64) -> (u64, usize) {
     let faults = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
     faults.set_delays(seed);
@@ -248,6 +270,34 @@ async fn an_acknowledged_entry_that_was_overwritten_is_written_again() {
     toy::save(&one, 7, None, &[7; 20]).await.unwrap();
 }
 
+/// An acknowledged retirement is overwritten by another writer. It is written again only if it can still have an
+/// effect.
+#[tokio::test(start_paused = true)]
+async fn a_retirement_that_was_overwritten_is_not_repeated_in_vain() {
+    for (what, retired) in [("save", true), ("retire", true), ("pin", false)] {
+        let (faults, place) = faulty();
+        let one = Store::create(&place, quick_options()).await.unwrap();
+        let old = toy::save(&one, 0, None, &[0; 20]).await.unwrap().id();
+        let other = Store::open(&place, quick_options()).await.unwrap();
+        one.retire(&[old], "no room").await.unwrap();
+        faults.delete(&entry(2)).await.unwrap();
+        match what {
+            "save" => drop(toy::save(&other, 1, None, &[1; 20]).await.unwrap()),
+            "retire" => drop(other.retire(&[old], "no need").await.unwrap()),
+            _ => other.pin(old).await.unwrap(),
+        }
+        for step in 2..4 {
+            toy::save(&one, step, None, &[2; 20]).await.unwrap();
+        }
+        let entries = one.log(1).await.unwrap();
+        let retires = entries.iter().filter(|e| matches!(e.op, Op::Retire { .. })).count();
+        assert_eq!(retires, usize::from(retired), "{what}");
+        assert_eq!(listed(&other).await.contains(&old), !retired, "{what}");
+        let report = one.check(&CheckOptions::default(), None).await.unwrap();
+        assert!(report.is_clean() && report.void.is_empty(), "{what}: {report:?}");
+    }
+}
+
 async fn keys(store: &dyn ObjectStore) -> Vec<Path> {
     store.list(None).map_ok(|m| m.location).try_collect().await.unwrap()
 }
@@ -301,7 +351,11 @@ async fn nothing_is_committed_into_another_store() {
                 toy::save(&other, 100, None, &[2; 20]).await.unwrap();
             }
             let error = staged.publish().await.unwrap_err();
-            assert!(matches!(error, Error::Gone { .. }), "{recreate} {saves}: {error}");
+            assert!(
+                matches!(error, Error::Gone { replaced, .. } if replaced == recreate),
+                "{recreate} {saves}: {error}"
+            );
+            assert_eq!(error.cause(), recreate.then_some(Cause::Replaced));
         }
     }
 }

@@ -127,8 +127,8 @@ impl<'a> Chain<'a> {
         Ok(chain)
     }
 
-    /// What is to be decoded over the parent's values: the checkpoint's own chunks only. Requests
-    /// for deltas that the device cannot decode are left to the host.
+    /// The chunks to decode over the parent's values: the checkpoint's own only. Requests for deltas that the
+    /// device cannot decode are left to the host.
     pub(super) fn top(
         reader: &'a Reader,
         requests: &[(usize, DeviceMemory)],

@@ -22,7 +22,7 @@ const LINE: usize = 64;
 /// A chunk, on its way to one device.
 type Job<'a> = (u32, FrameJob<'a>);
 
-/// What is read of one checkpoint of a chain.
+/// The reads for one checkpoint of a chain.
 struct Call<'a> {
     reader: &'a Reader,
     /// Added to its tensors' numbers, so that those of all calls differ.
@@ -202,9 +202,10 @@ fn undone(
     on_host: &mut Vec<usize>,
 ) -> Result<(), Failure> {
     for number in decoder.undone()? {
-        let call = calls.iter().rfind(|c| c.base <= number);
-        let wanted = call.and_then(|c| c.wanted.iter().find(|w| c.base + w.tensor == number));
-        on_host.extend(wanted.and_then(|w| w.request));
+        let Some(call) = calls.iter().rfind(|c| c.base <= number) else { continue };
+        // A tensor that others are copies of may be wanted for several of them.
+        let wanted = call.wanted.iter().filter(|w| call.base + w.tensor == number);
+        on_host.extend(wanted.filter_map(|w| w.request));
     }
     Ok(())
 }
@@ -331,7 +332,7 @@ impl Call<'_> {
     }
 }
 
-/// What is read for a batch.
+/// The reads for a batch.
 #[derive(Default)]
 struct Load {
     /// In ascending order: start in the batch, object, first byte there, and number of bytes.

@@ -1,6 +1,7 @@
 //! Local files, streams and memory.
 
-use std::fs::{self, File};
+use std::ffi::OsStr;
+use std::fs::{self, File, Metadata};
 use std::io::{self, IoSlice, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -34,6 +35,8 @@ enum Out {
     Temporary {
         file: Temporary,
         path: PathBuf,
+        /// Whether it may replace a file.
+        replaces: bool,
         #[cfg(target_os = "linux")]
         way: Way,
     },
@@ -80,9 +83,9 @@ impl Way {
     }
 }
 
-/// Whether this process may write to a file, as the system would judge if it were opened: whose file it is counts, and
-/// root may write to any.
-fn check_writable(path: &Path, meta: &fs::Metadata) -> io::Result<()> {
+/// Checks that this process may write to a file, by the rules that apply to opening it: ownership counts, and root
+/// may write to any file.
+fn check_writable(path: &Path, meta: &Metadata) -> io::Result<()> {
     #[cfg(target_os = "linux")]
     {
         use rustix::fs::{Access, AtFlags, CWD, accessat};
@@ -100,40 +103,68 @@ fn check_writable(path: &Path, meta: &fs::Metadata) -> io::Result<()> {
     }
 }
 
+/// The path that a file written to `path` will replace, and the metadata of the file that is there, if any. A link
+/// stays a link: its target is replaced, or created.
+///
+/// # Errors
+/// If it is a folder, or a file that may not be written to: renaming over it would succeed.
+pub(super) fn replaced(path: &Path) -> io::Result<(PathBuf, Option<Metadata>)> {
+    // `/dev/stdout` may lead to a pipe, which has no path to be opened by.
+    if let Ok(there) = fs::metadata(path)
+        && !there.is_file()
+        && !there.is_dir()
+    {
+        return Ok((path.to_owned(), Some(there)));
+    }
+    let path = behind_links(path);
+    let there = match fs::metadata(&path) {
+        Ok(meta) => meta,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            file_name(&path)?;
+            return Ok((path, None));
+        }
+        // Fails now rather than when everything is written: because a name is too long, for
+        // instance.
+        Err(e) => return Err(e),
+    };
+    if there.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    if there.is_file() {
+        check_writable(&path, &there)?;
+    }
+    Ok((path, Some(there)))
+}
+
 impl FileSink {
     pub(super) fn create(path: &Path) -> Result<Self> {
-        let name = path.display().to_string();
+        Self::create_as(path.display().to_string(), path, true)
+    }
+
+    /// Creates a sink that never replaces a file, not even one that appears before the output is complete.
+    pub(super) fn create_new(name: &str, path: &Path) -> Result<Self> {
+        Self::create_as(name.to_owned(), path, false)
+    }
+
+    fn create_as(name: String, path: &Path, replaces: bool) -> Result<Self> {
         let fail = |action, e| Error::io(&name, action, e);
-        // A link stays a link: its target is replaced, or created.
-        let path = behind_links(path);
-        let existing = match fs::metadata(&path) {
-            Ok(meta) => Some(meta),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-            // Fails now rather than when everything is written: because a name is too long, for
-            // instance.
-            Err(e) => return Err(fail("create", e)),
-        };
-        if existing.as_ref().is_some_and(fs::Metadata::is_dir) {
-            return Err(fail("create", io::Error::from(io::ErrorKind::IsADirectory)));
+        let (path, existing) = replaced(path).map_err(|e| fail("create", e))?;
+        if !replaces && existing.as_ref().is_some_and(Metadata::is_file) {
+            return Err(fail("create", io::ErrorKind::AlreadyExists.into()));
         }
         if existing.as_ref().is_some_and(|m| !m.is_file()) {
             let file = File::options().write(true).open(&path).map_err(|e| fail("create", e))?;
             return Ok(Self { out: Out::Direct(file), name, small: vec![] });
         }
-        // Refuses a file that may not be written: renaming over it would succeed.
-        if let Some(meta) = &existing {
-            check_writable(&path, meta).map_err(|e| fail("create", e))?;
-        }
-        let file_name = path.file_name().ok_or_else(|| {
-            fail("create", io::Error::new(io::ErrorKind::InvalidInput, "no file name"))
-        })?;
-        let file = Temporary::create(folder(&path), file_name, existing.as_ref());
+        let file = file_name(&path)
+            .and_then(|name| Temporary::create(folder(&path), name, existing.as_ref()));
         let file = file.map_err(|e| fail("create", e))?;
         let out = Out::Temporary {
             #[cfg(target_os = "linux")]
             way: Way::Undecided(Way::SMALL),
             file,
             path,
+            replaces,
         };
         Ok(Self { out, name, small: vec![] })
     }
@@ -202,7 +233,11 @@ fn behind_links(path: &Path) -> PathBuf {
     path
 }
 
-fn folder(path: &Path) -> &Path {
+fn file_name(path: &Path) -> io::Result<&OsStr> {
+    path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "no file name"))
+}
+
+pub(super) fn folder(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or_else(|| Path::new("."))
 }
 
@@ -225,7 +260,7 @@ impl Sink for FileSink {
                 other => other.map_err(|e| fail("sync", e)),
             },
             #[cfg(target_os = "linux")]
-            Out::Temporary { mut file, path, way } => {
+            Out::Temporary { mut file, path, replaces, way } => {
                 match way {
                     Way::Mapped(mut mapped) => {
                         mapped.end(file.as_file_mut()).map_err(|e| fail("write", e))?;
@@ -234,10 +269,10 @@ impl Sink for FileSink {
                     Way::Plain(write_out) => drop(write_out),
                     Way::Undecided(_) => {}
                 }
-                commit(file, &path, fail)
+                commit(file, &path, replaces, fail)
             }
             #[cfg(not(target_os = "linux"))]
-            Out::Temporary { file, path } => commit(file, &path, fail),
+            Out::Temporary { file, path, replaces } => commit(file, &path, replaces, fail),
         }
     }
 }
@@ -263,20 +298,27 @@ fn write_both(file: &mut File, first: &[u8], second: &[u8]) -> io::Result<()> {
 fn commit(
     file: Temporary,
     path: &Path,
+    replaces: bool,
     fail: impl Fn(&'static str, io::Error) -> Error,
 ) -> Result<()> {
     file.as_file().sync_all().map_err(|e| fail("sync", e))?;
-    file.publish(path).map_err(|e| fail("rename", e))?;
+    let published = if replaces { file.publish(path) } else { file.publish_new(path) };
+    published.map_err(|e| fail("rename", e))?;
     sync_folder(folder(path)).map_err(|e| fail("sync the folder of", e))
 }
 
+/// Makes the names in a folder durable, if the folder can be opened. One that may be written to but not listed
+/// cannot be opened; that is not an error, since the file is complete and has its name.
 #[cfg(unix)]
 pub(super) fn sync_folder(folder: &Path) -> io::Result<()> {
-    File::open(folder)?.sync_all()
+    match File::open(folder) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        opened => opened?.sync_all(),
+    }
 }
 
 #[cfg(not(unix))]
-fn sync_folder(_: &Path) -> io::Result<()> {
+pub(super) fn sync_folder(_: &Path) -> io::Result<()> {
     Ok(())
 }
 
@@ -396,6 +438,53 @@ mod tests {
         sink.commit().unwrap();
         assert!(fs::read(&path).unwrap() == expected);
     }
+
+    #[test]
+    fn a_new_file_replaces_none() {
+        let folder = tempfile::tempdir().unwrap();
+        // A memory file system has files without a name.
+        let memory = tempfile::tempdir_in("/dev/shm").ok();
+        for folder in [Some(folder), memory].into_iter().flatten() {
+            let path = folder.path().join("file");
+            let new = || FileSink::create_new("it", &path).map(Box::new);
+            let mut sinks = [new().unwrap(), new().unwrap()];
+            for (sink, bytes) in sinks.iter_mut().zip([b"one", b"two"]) {
+                sink.write(bytes).unwrap();
+            }
+            let [one, two] = sinks;
+            one.commit().unwrap();
+            for refused in [two.commit(), new().map(drop)] {
+                let refused = refused.unwrap_err();
+                assert!(
+                    matches!(&refused, Error::Io { target, source, .. }
+                        if target == "it" && source.kind() == io::ErrorKind::AlreadyExists),
+                    "{refused}"
+                );
+            }
+            assert_eq!(fs::read(&path).unwrap(), b"one");
+            assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_pipe_without_a_path_is_written_to() {
+        use std::os::fd::AsRawFd;
+        let (mut reader, writer) = io::pipe().unwrap();
+        let path = PathBuf::from(format!("/proc/self/fd/{}", writer.as_raw_fd()));
+        let link = tempfile::tempdir().unwrap();
+        let link = link.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        for path in [path, link] {
+            let mut sink = Box::new(FileSink::create(&path).unwrap());
+            sink.write(b"four").unwrap();
+            sink.commit().unwrap();
+            let mut read = [0; 4];
+            io::Read::read_exact(&mut reader, &mut read).unwrap();
+            assert_eq!(&read, b"four");
+        }
+    }
+
     #[cfg(target_os = "linux")]
     #[test]
     fn a_file_is_replaced_by_whoever_may_write_to_it() {

@@ -89,7 +89,7 @@ impl Mapped {
         Ok(())
     }
 
-    /// What is mapped of the file from `at` on, if anything is.
+    /// The mapped part of the file from `at` on, if there is one.
     fn room(&mut self, at: u64) -> Option<&mut [u8]> {
         let (region, start) = self.window.as_mut()?;
         region.bytes().get_mut(usize::try_from(at - *start).ok()?..)

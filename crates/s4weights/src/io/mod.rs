@@ -1,4 +1,4 @@
-//! Where files come from and go to: local paths, object stores, streams, memory.
+//! Targets and sources of files: local paths, object stores, streams, memory.
 
 mod file;
 #[cfg(target_os = "linux")]
@@ -13,9 +13,10 @@ mod temporary;
 #[cfg(target_os = "linux")]
 mod write_out;
 
+use std::fs::Metadata;
 use std::io::Write;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,10 +37,13 @@ pub(crate) use tail::TailSource;
 pub(crate) const LOCAL_REQUEST: usize = 1 << 20;
 pub(crate) const REMOTE_REQUEST: usize = 8 << 20;
 
-/// Where a file is written to.
+/// A destination to write a file to.
 pub enum Target {
     /// A local file: written under a temporary name, synced, renamed.
     Path(PathBuf),
+    /// A name for messages, and a local file that is never replaced: if there is one when this one is complete, that is
+    /// an [`Error::Io`] of the kind `AlreadyExists`. Pipes and devices are written to all the same.
+    New(String, PathBuf),
     /// `file:`, `s3:`, `gs:`, `az:` (`abfs:`), `memory:`, or the `https:` address of a bucket.
     Url(String, StorageOptions),
     /// An object of a store that the caller made.
@@ -50,7 +54,7 @@ pub enum Target {
     Sink(String, Box<dyn Sink>),
 }
 
-/// Where a file is read from.
+/// A source to read a file from.
 pub enum Source {
     /// A local file.
     Path(PathBuf),
@@ -101,13 +105,13 @@ pub trait Sink: Send {
     /// Takes all of `bytes`, which follow those of the previous call.
     ///
     /// # Errors
-    /// What keeps them from being written, most often [`Error::Io`]. The sink is dropped then.
+    /// If they cannot be written, most often [`Error::Io`]. The sink is dropped then.
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
 
-    /// Makes everything that was written durable, and then visible, at once.
+    /// Makes everything that was written durable, and then visible, atomically.
     ///
     /// # Errors
-    /// What keeps it from being visible; nothing is then.
+    /// If it cannot be made visible; nothing is visible then.
     fn commit(self: Box<Self>) -> Result<()>;
 
     /// Whether a thread other than the caller's may call [`Sink::write`] while the caller goes on, one
@@ -195,6 +199,64 @@ impl OpenSink {
     }
 }
 
+impl Target {
+    /// Opens it to write a file of any format, with the same guarantees as for a `.s4w` file.
+    ///
+    /// # Errors
+    /// As [`Writer::create`](crate::Writer::create).
+    pub fn open(self) -> Result<Box<dyn Sink>> {
+        Ok(match open_sink(self, None)?.1 {
+            OpenSink::File(file) => file,
+            OpenSink::Upload(upload) => upload,
+            OpenSink::Other(sink) => sink,
+        })
+    }
+
+    /// The local path that it names, without accessing it: a path as it is, or that of a `file:` URL. `None` if it
+    /// is not a local file.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a `file:` URL that names no path.
+    pub fn local_path(&self) -> Result<Option<PathBuf>> {
+        match self {
+            Self::Path(path) | Self::New(_, path) => Ok(Some(path.clone())),
+            Self::Url(url, options) if is_file_url(url) => match resolve(url, options)? {
+                Resolved::Local(path) => Ok(Some(path)),
+                Resolved::Remote(..) => Ok(None),
+            },
+            _ => Ok(None),
+        }
+    }
+
+    /// Renames a complete file to `to`, which is in the same file system, unless there is a file of that name. On a
+    /// file system that supports neither `RENAME_NOREPLACE` nor hard links, it checks just before it renames.
+    ///
+    /// # Errors
+    /// The kind is `AlreadyExists` if there is such a file; `from` may be gone then.
+    pub fn rename_new(from: &Path, to: &Path) -> std::io::Result<()> {
+        temporary::persist_new(tempfile::TempPath::try_from_path(from)?, to)
+    }
+
+    /// Makes the name of a file that was renamed to `path` as durable as [`Target::open`] does.
+    ///
+    /// # Errors
+    /// If its folder cannot be synced. One that may not be listed is left to the system.
+    pub fn sync_name(path: &Path) -> std::io::Result<()> {
+        file::sync_folder(file::folder(path))
+    }
+
+    /// The local path that it leads to, with links followed, and the metadata of the file there, if any. `None` if
+    /// it is not a local file.
+    ///
+    /// # Errors
+    /// As for [`Target::open`]: if it is a folder, say, or a file that may not be written to.
+    pub fn local_file(&self) -> Result<Option<(PathBuf, Option<Metadata>)>> {
+        let Some(path) = self.local_path()? else { return Ok(None) };
+        let found = file::replaced(&path);
+        found.map(Some).map_err(|e| Error::io(&path.display().to_string(), "create", e))
+    }
+}
+
 impl From<&str> for Target {
     fn from(text: &str) -> Self {
         match is_url(text) {
@@ -211,6 +273,12 @@ impl From<&str> for Source {
             false => Self::Path(text.into()),
         }
     }
+}
+
+/// Whether a URL is one of a local file.
+fn is_file_url(url: &str) -> bool {
+    let scheme = url.trim_start().split_once(':').map(|(scheme, _)| scheme);
+    scheme.is_some_and(|scheme| scheme.eq_ignore_ascii_case("file"))
 }
 
 enum Resolved {
@@ -272,6 +340,10 @@ pub(crate) fn open_sink(target: Target, deadline: Option<Duration>) -> Result<(S
     };
     match target {
         Target::Path(path) => file(path.display().to_string(), path),
+        Target::New(name, path) => {
+            let sink = file::FileSink::create_new(&name, &path)?;
+            Ok((name, OpenSink::File(Box::new(sink))))
+        }
         Target::Url(url, options) => match resolve(&url, &options)? {
             Resolved::Local(path) => file(redact_url(&url).into_owned(), path),
             Resolved::Remote(store, path) => upload(redact_url(&url).into_owned(), store, path),
@@ -308,14 +380,14 @@ pub(crate) fn open_source(
     }
 }
 
-impl From<&std::path::Path> for Target {
-    fn from(path: &std::path::Path) -> Self {
+impl From<&Path> for Target {
+    fn from(path: &Path) -> Self {
         Self::Path(path.into())
     }
 }
 
-impl From<&std::path::Path> for Source {
-    fn from(path: &std::path::Path) -> Self {
+impl From<&Path> for Source {
+    fn from(path: &Path) -> Self {
         Self::Path(path.into())
     }
 }

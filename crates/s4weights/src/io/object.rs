@@ -203,8 +203,8 @@ impl UploadSink {
         Ok(())
     }
 
-    /// Combines the parts to an object. The request cannot be repeated; if its answer is lost, the
-    /// object that is there afterwards tells whether it succeeded.
+    /// Combines the parts into an object. The request cannot be repeated; if its answer is lost, the object that is
+    /// there afterwards tells whether it succeeded.
     fn complete(&mut self, mut upload: Box<dyn MultipartUpload>) -> Result<()> {
         let deadline = self.deadline;
         let done = self

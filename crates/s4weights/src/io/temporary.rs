@@ -7,7 +7,7 @@ use std::path::Path;
 #[cfg(target_os = "linux")]
 use std::path::PathBuf;
 
-use tempfile::NamedTempFile;
+use tempfile::{NamedTempFile, TempPath};
 
 /// The longest name that common file systems allow is 255 bytes; the rest is for what makes it unique.
 const LONGEST_STEM: usize = 200;
@@ -80,6 +80,34 @@ impl Temporary {
             }
         };
         named.persist(path).map(drop).map_err(|e| e.error)
+    }
+
+    /// As `publish`, but fails with `AlreadyExists` if there is a file.
+    pub(super) fn publish_new(self, path: &Path) -> io::Result<()> {
+        match self {
+            Self::Named(file) => persist_new(file.into_temp_path(), path),
+            #[cfg(target_os = "linux")]
+            Self::Unnamed { file, folder, prefix } => match link(&file, path) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                    let named =
+                        builder(&prefix).make_in(&folder, |path: &Path| link(&file, path))?;
+                    persist_new(named.into_temp_path(), path)
+                }
+                other => other,
+            },
+        }
+    }
+}
+
+/// Renames a file to `path`; fails with `AlreadyExists` if there is a file.
+pub(super) fn persist_new(file: TempPath, path: &Path) -> io::Result<()> {
+    let Err(failed) = file.persist_noclobber(path) else { return Ok(()) };
+    // A file system that supports neither way may fail with any error. Where they are supported, renaming will fail
+    // again.
+    let is_free = || fs::symlink_metadata(path).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+    match failed.error.kind() != io::ErrorKind::AlreadyExists && is_free() {
+        true => failed.path.persist(path).map_err(|e| e.error),
+        false => Err(failed.error),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Importing: what a file holds becomes a checkpoint of the store.
+//! Imports the content of a file as a checkpoint of the store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::copy::{self, Copied, CopyOptions};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::options::{ProgressFn, ReadOptions, WriteOptions};
-use crate::reader::{Reader, TensorInfo};
+use crate::reader::Reader;
 use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::parents::ParentCheckpoint;
@@ -190,7 +190,7 @@ impl CheckpointStore {
             match done {
                 Ok(()) => attempt.stage(index, about).await,
                 Err(e) => {
-                    // What stays behind is swept later.
+                    // A sweep deletes what remains.
                     let _ = attempt.abort().await;
                     Err(e)
                 }
@@ -240,15 +240,4 @@ fn groups(from: &Reader) -> Vec<u8> {
         }
     }
     groups
-}
-
-/// What the policy must know about tensors.
-pub(crate) fn infos<'a>(tensors: &[crate::write::TensorSource<'a>]) -> Vec<TensorInfo<'a>> {
-    let info = |t: &crate::write::TensorSource<'a>| TensorInfo {
-        name: t.name,
-        dtype: t.dtype,
-        shape: t.shape,
-        bytes: t.values.bytes(),
-    };
-    tensors.iter().map(info).collect()
 }

@@ -76,6 +76,17 @@ pub fn is_damage(error: &Error) -> bool {
     }
 }
 
+/// Whether an error means that a disk of this machine could not read what is stored.
+#[must_use]
+pub fn is_unreadable(error: &Error) -> bool {
+    match error {
+        Error::Checkpoint { source, .. } => is_unreadable(source),
+        Error::Parent { problem: ParentProblem::Unreadable(source), .. } => is_unreadable(source),
+        Error::Store { source, .. } => source.is_unreadable(),
+        _ => false,
+    }
+}
+
 impl CheckpointStore {
     /// Opens the newest checkpoint of a step; `None`: the newest of all. Only the manifests of its
     /// chain are read, in parallel.
@@ -174,7 +185,7 @@ impl CheckpointStore {
     /// the result, and the newer checkpoints that were damaged.
     ///
     /// # Errors
-    /// That of the newest checkpoint, if all are damaged; any other error of `read` at once.
+    /// That of the newest checkpoint, if all are damaged; any other error of `read` immediately.
     pub fn load_usable<T>(
         &self,
         mut read: impl FnMut(&Loaded) -> Result<T>,

@@ -49,7 +49,7 @@ pub use s4_store::{
 };
 
 pub use import::{ImportOptions, ListingFn};
-pub use load::{Loaded, Skipped, StoredBytes, is_damage};
+pub use load::{Loaded, Skipped, StoredBytes, is_damage, is_unreadable};
 pub use manage::CheckOptions;
 pub use ranks::{PartOf, RankPart};
 pub use replicate::ReplicateOptions;
@@ -64,6 +64,7 @@ use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
 use crate::io::{open_place, put_files};
 use crate::objects::ObjectOptions;
+use crate::options::OwnCodecs;
 use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
 use crate::recall::PlanMemory;
@@ -97,7 +98,7 @@ pub struct StoreOptions {
     /// is a delta of the base; with `max_chain - 1` or more, of the previous checkpoint
     /// ([`s4_delta::Tree`]).
     pub max_hops: u32,
-    /// What stays listed after a save; `None`: everything.
+    /// Decides which checkpoints stay listed after a save; `None`: all do.
     pub retention: Option<Retention>,
     /// Bytes of memory for the values that later saves are deltas of: those of the base, and of one
     /// more checkpoint for each further hop, with an equal share for each. Values are kept raw if
@@ -113,6 +114,8 @@ pub struct StoreOptions {
     /// Most bytes of an object: 4 to 64 MiB. In an object store, a checkpoint of less than 32 times as many has smaller
     /// ones, down to 4 MiB, so that it takes as many connections.
     pub object_bytes: usize,
+    /// Codecs besides the project's: every handle that reads the store's checkpoints needs them.
+    pub own: OwnCodecs,
     /// Requests, retries and uploads.
     pub requests: s4_store::StoreOptions,
 }
@@ -129,6 +132,7 @@ impl Default for StoreOptions {
             parent_memory: 1 << 30,
             memory: 128 << 20,
             object_bytes: 32 << 20,
+            own: OwnCodecs::default(),
             requests: s4_store::StoreOptions::default(),
         }
     }
@@ -338,7 +342,7 @@ impl CheckpointStore {
         self.opener.store.repo()
     }
 
-    /// What is wrong with the log: nothing, unless the store was opened read-only.
+    /// Damage to the log; always empty unless the store was opened read-only.
     ///
     /// # Errors
     /// [`Error::Store`] if the log cannot be read.

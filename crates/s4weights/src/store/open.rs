@@ -13,7 +13,7 @@ use crate::store::bridge::Bridge;
 use crate::store::cache::{KeptObjects, PartlyKept};
 use crate::store::objects::{HashedObjects, StoredObjects};
 
-/// What opening needs, and keeps alive: cheap to clone.
+/// Everything that opening checkpoints needs, and keeps alive; cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Opener {
     pub(crate) bridge: Bridge,
@@ -101,9 +101,8 @@ impl Opener {
     }
 }
 
-/// Gives a checkpoint its parent. If a base took the original parent's place, the log says that it
-/// holds the same values, which is what the delta needs; every chunk's checksum is compared all the
-/// same.
+/// Gives a checkpoint its parent. If a base took the original parent's place, the log says that it holds the same
+/// values, which is what the delta needs; every chunk's checksum is still compared.
 fn adopt(child: &Reader, about: &Checkpoint, parent: Arc<Reader>, base: &Checkpoint) -> Result<()> {
     let Some(expected) = child.manifest().parent else { return Ok(()) };
     if about.about.parent.is_some_and(|p| p.id != base.id()) {

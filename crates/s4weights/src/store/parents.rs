@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use s4_delta::Tree;
-use s4_delta::policy::{CheckpointSize, Choice, Next, Policy, Reason};
+use s4_delta::policy::{CheckpointSize, Decision, Next, Policy, Reason};
 use s4_engine::{Preset, Values};
 use s4_store::{Checkpoint, CheckpointId, Reference, State};
 
@@ -23,7 +23,7 @@ use crate::write::TensorSource;
 /// Samples may take [`StoreOptions::parent_memory`] divided by this, in addition.
 const SAMPLES: usize = 2;
 
-/// What one handle saved last, and what it keeps for the next save.
+/// The checkpoint that one handle saved last, and the values that it keeps for the next save.
 #[derive(Default)]
 pub(crate) struct SaveHistory {
     /// The checkpoint saved last.
@@ -72,9 +72,9 @@ impl Family {
         changed: u64,
     ) -> std::result::Result<(u32, &[Checkpoint]), Reason> {
         match self.policy.choose(&self.entries, &self.deltas, Next { raw, changed }) {
-            Choice::Base(reason) => Err(reason),
+            Decision::Base(reason) => Err(reason),
             // `self.chain` is in the opposite order.
-            Choice::Delta { since_base, parent } => {
+            Decision::Delta { since_base, parent } => {
                 Ok((since_base, &self.chain[self.chain.len() - 1 - parent..]))
             }
         }
@@ -144,8 +144,8 @@ impl CheckpointStore {
         Ok(Family { policy: Policy::new(self.options.tree()), chain, entries, deltas })
     }
 
-    /// The checkpoint that the next one follows: what this handle saved last; before its first save
-    /// what it opened last, because a run goes on from there; else the newest.
+    /// The checkpoint that the next one follows: the one that this handle saved last; before its first save, the
+    /// one that it opened last, because a run resumes from there; else the newest.
     fn head<'a>(&self, state: &'a State, history: &SaveHistory) -> Option<&'a Checkpoint> {
         let opened = *lock(&self.opened);
         let own = history.last.or(opened);
@@ -182,13 +182,15 @@ impl CheckpointStore {
     /// How checkpoints are read.
     pub(crate) fn reading(&self) -> ReadOptions {
         let (threads, simd) = (self.options.threads, self.options.simd);
-        ReadOptions { threads, simd, ..ReadOptions::default() }
+        let codecs = self.options.own.codecs.clone();
+        ReadOptions { threads, simd, codecs, ..ReadOptions::default() }
     }
 
     /// How checkpoints are written.
     pub(crate) fn writing(&self) -> WriteOptions {
         let StoreOptions { preset, threads, simd, memory, .. } = self.options;
-        WriteOptions { preset, threads, simd, memory: Some(memory), ..WriteOptions::default() }
+        let (memory, own) = (Some(memory), self.options.own.clone());
+        WriteOptions { preset, threads, simd, memory, own, ..WriteOptions::default() }
     }
 
     /// Bytes of memory for the stored objects of checkpoint `number` since the base. `None` if they
@@ -282,7 +284,7 @@ impl CheckpointStore {
             }
             return Ok(Some(parent));
         }
-        // Values rarely shrink to less than two thirds, and trying in vain costs time.
+        // Values rarely shrink to less than two thirds, and a failed attempt costs time.
         if raw / 3 * 2 > share {
             return Ok(None);
         }

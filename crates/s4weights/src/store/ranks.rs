@@ -10,7 +10,8 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use s4_store::{
-    About, Checkpoint, CheckpointId, Error as StoreError, MAX_MANIFEST, ObjectInfo, Reference,
+    About, Checkpoint, CheckpointId, Error as StoreError, MAX_MANIFEST, MAX_OBJECT,
+    MAX_RANK_OBJECTS, ObjectInfo, Reference,
 };
 use serde::{Deserialize, Serialize};
 
@@ -44,12 +45,12 @@ pub struct PartOf {
     number: u32,
     /// Why it is a base; `None` if it may be a delta.
     why_base: Option<String>,
-    /// How many of the rank's tensors may be deltas or copies: the merged index numbers the plans of
-    /// all ranks' together.
+    /// How many of the rank's tensors may be deltas or copies: the merged index numbers the plans of all ranks
+    /// together.
     deltas: usize,
 }
 
-/// What one rank stored.
+/// The objects and the index that one rank stored.
 #[derive(Debug, Clone, Default)]
 pub struct RankPart {
     objects: Vec<ObjectInfo>,
@@ -158,7 +159,7 @@ impl CheckpointStore {
     /// # Errors
     /// As [`CheckpointStore::save`], and [`Error::Store`] or [`Error::Checkpoint`] if the parent
     /// cannot be read: then no rank's part can be used, and the coordinator must begin another
-    /// checkpoint.
+    /// checkpoint. `Limit` if the rank has more tensors than its part may hold.
     pub fn save_part(
         &self,
         of: &PartOf,
@@ -167,6 +168,10 @@ impl CheckpointStore {
         options: &SaveOptions,
     ) -> Result<RankPart> {
         check_chunks(tensors).map_err(|e| self.error(e))?;
+        let raw = tensors.iter().map(|t| t.values.bytes()).sum();
+        // Many processes take enough connections together.
+        let bytes = object_bytes(raw, self.options.object_bytes);
+        let objects = ObjectOptions { bytes };
         let chain = match of.parent {
             None => vec![],
             Some(parent) => chain(&*self.state()?, parent.id).map_err(|e| self.error(e))?,
@@ -185,8 +190,6 @@ impl CheckpointStore {
         let kept = options.kept_memory(self.room_for_stored(true, of.number));
         let known = of.parent.map(|parent| (parent.id, distance(of.number, &chain)));
         let recall = self.recall(known, of.number, true);
-        // Many processes take enough connections together.
-        let objects = ObjectOptions { bytes: self.options.object_bytes };
         let Uploading { written, uploading, stored } =
             self.encode_into(attempt, &request, (parent, &recall), kept, objects)?;
         let finishing = async move {
@@ -290,6 +293,15 @@ impl CheckpointStore {
     }
 }
 
+/// The size of the objects of a rank with `raw` bytes of tensors: larger than `usual` if it might have more
+/// of them than a rank may have. How much smaller its tensors become is known only when they are stored.
+fn object_bytes(raw: u64, usual: usize) -> usize {
+    // Not every object is full.
+    const FULL: u64 = MAX_RANK_OBJECTS as u64 * 63 / 64;
+    let needed = usize::try_from(raw.div_ceil(FULL)).unwrap_or(usize::MAX);
+    needed.min(MAX_OBJECT).max(usual)
+}
+
 /// Divides `all` among ranks in proportion to their tensors.
 fn shares(all: usize, tensors: &[usize]) -> Vec<usize> {
     let total = tensors.iter().map(|&n| n as u128).sum::<u128>().max(1);
@@ -309,6 +321,20 @@ impl ObjectSink for NoObjects {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_large_part_has_larger_objects_and_not_too_many() {
+        const USUAL: usize = 32 << 20;
+        let size = |gib: u64| object_bytes(gib << 30, USUAL);
+        assert_eq!([size(0), size(120)], [USUAL; 2]);
+        for gib in [128, 200, 250] {
+            let bytes = size(gib);
+            assert!(bytes > USUAL && bytes <= MAX_OBJECT, "{gib}: {bytes}");
+            assert!((gib << 30).div_ceil(bytes as u64) < u64::from(MAX_RANK_OBJECTS), "{gib}");
+        }
+        // They may become small enough.
+        assert_eq!([size(256), size(u64::MAX >> 30)], [MAX_OBJECT; 2]);
+    }
 
     #[test]
     fn ranks_together_have_no_more_deltas_than_one_process() {

@@ -1,4 +1,4 @@
-//! Rebasing: rewrites a delta as a base, so that its parents can be deleted.
+//! Rebases: rewrites a delta as a base, so that its parents can be deleted.
 
 use s4_store::{Attempt, CallbackError, Checkpoint, CheckpointId, Rebaser, Staged, Store};
 use tokio::sync::mpsc::{Sender, channel};
@@ -112,7 +112,7 @@ impl ByCopy {
     }
 }
 
-/// Fails unless a checkpoint holds what another one does.
+/// Fails unless two checkpoints have the same content.
 fn require_same(old: &Reader, new: &Reader) -> Result<()> {
     let Some(difference) = copy::compare(old, None, new)? else { return Ok(()) };
     let e = s4_format::Error::corrupt(format!("{difference} differs from the original"));

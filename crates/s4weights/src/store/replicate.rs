@@ -1,4 +1,4 @@
-//! Replicating: a checkpoint of one store becomes one of another, object by object.
+//! Replicates a checkpoint from one store to another, object by object.
 
 use std::sync::{Arc, OnceLock};
 
@@ -90,7 +90,7 @@ impl CheckpointStore {
         let done = self.opener.bridge.wait_asking(&asker, copying);
         let staged = done.and_then(|staged| staged.map_err(|e| self.error(e)));
         let staged = staged.inspect_err(|_| {
-            // What was copied so far would stay until a sweep, and every further try leaves more.
+            // Otherwise the objects copied so far would stay until a sweep, and each retry would add more.
             begun.get().into_iter().for_each(|id| self.give_up(*id));
         })?;
         if let Some(listing) = &options.listing

@@ -23,11 +23,11 @@ use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, StagedFn, WriteOptions};
 use crate::output::{KeptMemory, ObjectMemory};
 use crate::parent::Parent;
+use crate::reader::TensorInfo;
 use crate::recall::Recall;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::cache::{CachingSink, ObjectCache};
-use crate::store::import::infos;
 use crate::store::parents::{ParentCheckpoint, SaveHistory, on_devices};
 use crate::store::{CheckpointStore, ParentValues};
 use crate::write::TensorSource;
@@ -36,12 +36,12 @@ use crate::writer::{Contents, MAX_DELTAS, Writer, Written};
 /// Bytes of values that take longer to copy than a thread takes to start.
 const KEPT_ASIDE: u64 = 1 << 20;
 
-/// What is saved besides tensors, and how.
+/// The content of a checkpoint besides tensors, and options of the save.
 #[derive(Clone, Default)]
 pub struct SaveOptions {
     /// The tensors' roles, as for [`Writer::declare`].
     pub roles: Option<Roles>,
-    /// What the checkpoint holds besides tensors.
+    /// The content besides tensors.
     pub contents: Contents,
     /// Finite numbers that retention can choose by.
     pub metrics: BTreeMap<String, f64>,
@@ -55,9 +55,8 @@ pub struct SaveOptions {
     /// their frames are in memory, waiting to be uploaded. A save that cannot be published after that,
     /// because another writer retired its parent, fails.
     pub staged: Option<StagedFn>,
-    /// Whether values in host memory, too, may change once `staged` was called: it is called later
-    /// then, when nothing needs them any more. Later deltas use the stored frames instead of these
-    /// values.
+    /// Whether values in host memory may also change once `staged` was called. It is then called later, when
+    /// nothing needs these values any more, and later deltas use the stored frames instead of them.
     pub host_changes: bool,
     /// Bytes of encoded objects that may wait to be uploaded before `staged` is called; `None`: all
     /// of them. With a limit, the call comes later, because encoding waits for uploads.
@@ -81,7 +80,7 @@ impl SaveOptions {
         !on_devices && !self.host_changes
     }
 
-    /// What is known of a checkpoint before it is encoded.
+    /// The description of a checkpoint before it is encoded.
     fn about(&self, step: u64) -> About {
         let (metrics, tags) = (self.metrics.clone(), self.tags.clone());
         About { step, metrics, tags, ..About::default() }
@@ -97,7 +96,7 @@ impl SaveOptions {
     }
 }
 
-/// What a save did.
+/// The result of a save.
 #[derive(Debug)]
 pub struct Saved {
     /// The checkpoint as the store lists it.
@@ -192,7 +191,7 @@ impl<'a> SaveRequest<'a> {
         Self { step, tensors, options, asker, max_deltas, staged: Arc::default() }
     }
 
-    /// Whether the caller may change values once it was told that they are staged.
+    /// Whether the caller may change values after it was informed that they are staged.
     fn may_change(&self) -> bool {
         self.options.host_changes || on_devices(self.tensors)
     }
@@ -292,7 +291,7 @@ impl CheckpointStore {
         let reference = before.as_ref().map(|b| b.reference);
         let attempt = bridge.ask(async move {
             let mut attempt = store.begin().await?;
-            // Publishing must fail if the parent is gone by then: the delta would be unreadable.
+            // Publishing must fail if the parent was retired by then: the delta would be unreadable.
             if let Some(parent) = reference {
                 attempt.expect_parent(parent);
             }
@@ -571,4 +570,15 @@ pub(crate) fn is_parent_failure(e: &Error) -> bool {
         ),
         _ => false,
     }
+}
+
+/// The facts about tensors that the policy needs.
+fn infos<'a>(tensors: &[TensorSource<'a>]) -> Vec<TensorInfo<'a>> {
+    let info = |t: &TensorSource<'a>| TensorInfo {
+        name: t.name,
+        dtype: t.dtype,
+        shape: t.shape,
+        bytes: t.values.bytes(),
+    };
+    tensors.iter().map(info).collect()
 }

@@ -13,7 +13,7 @@ use s4weights::format::{
     ChunkRecord, CodecId, Digest, LayoutId, Plan, StreamEntry, Version, crc32c,
 };
 
-/// A tensor of equal bytes, with a constant in each chunk: zero if the tensor is a delta.
+/// A tensor of equal bytes, with a constant in each chunk: zero if the tensor is a delta or a copy.
 #[derive(Clone)]
 pub(crate) struct Constant {
     pub(crate) name: String,
@@ -22,13 +22,16 @@ pub(crate) struct Constant {
     pub(crate) chunk_log2: u8,
     /// The parent's manifest and depth, if the tensor is a delta.
     pub(crate) parent: Option<Parent>,
+    /// The number of the tensor of the same file that it is a copy of, if it is one.
+    pub(crate) same: Option<u32>,
     /// All chunks name the same frame.
     pub(crate) overlapping: bool,
 }
 
 impl Constant {
     pub(crate) fn new(name: &str, dtype: DType, values: u64, chunk_log2: u8) -> Self {
-        Self { name: name.into(), dtype, values, chunk_log2, parent: None, overlapping: false }
+        let (name, parent, same, overlapping) = (name.into(), None, None, false);
+        Self { name, dtype, values, chunk_log2, parent, same, overlapping }
     }
 }
 
@@ -68,7 +71,7 @@ impl Craft {
     pub(crate) fn constants(mut self, list: &[Constant]) -> Self {
         let mut tables = vec![];
         for (number, t) in (0..).zip(list) {
-            let stored = frame(if t.parent.is_some() { 0 } else { BYTE });
+            let stored = frame(if t.parent.is_some() || t.same.is_some() { 0 } else { BYTE });
             let crc_encoded = StreamEntry::parse_chunk(&stored, 1).unwrap().crc();
             let mut table = vec![];
             let (mut left, mut offset) = (t.values, 0);
@@ -89,9 +92,10 @@ impl Craft {
                 record.write(&mut table);
             }
             tables.push(table);
-            let plan = match t.parent {
-                Some(parent) => Plan::delta(LayoutId::WHOLE, parent.manifest, number),
-                None => Plan::direct(LayoutId::WHOLE),
+            let plan = match (t.same, t.parent) {
+                (Some(original), _) => Plan::same(LayoutId::WHOLE, original),
+                (None, Some(parent)) => Plan::delta(LayoutId::WHOLE, parent.manifest, number),
+                (None, None) => Plan::direct(LayoutId::WHOLE),
             };
             self.parent = self.parent.or(t.parent);
             self.plans.push(plan);

@@ -170,6 +170,12 @@ fn step_plan(moments: &[u32]) -> String {
     format!(r#"{{"predictor":6,"residual":2,"layout":1,"inputs":{}}}"#, inputs(moments))
 }
 
+/// A plan with predictor `same` whose input has another member.
+fn same_plan(member: &str) -> String {
+    let input = format!(r#"{{"tensor":0,{member}}}"#);
+    format!(r#"{{"predictor":2,"residual":1,"layout":2,"inputs":[{input}]}}"#)
+}
+
 /// A parent's tensor, and these moments.
 fn inputs(moments: &[u32]) -> String {
     let own: String = moments.iter().map(|n| format!(r#",{{"tensor":{n}}}"#)).collect();
@@ -270,8 +276,14 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
     ("plan-same-without-input", "corrupt", "predictor `same` without an input", |p| {
         p.json(r#""predictor":0,"residual":0"#, r#""predictor":2,"residual":1"#);
     }),
-    ("plan-update-without-moments", "corrupt", "contexts `update` with one moment", |p| {
-        p.json(NO_PLAN, &update_plan(&[0]));
+    ("plan-input-manifest-null", "corrupt", "the `manifest` of an input is null", |p| {
+        p.json(NO_PLAN, &format!("{NO_PLAN},{}", same_plan(r#""manifest":null"#)));
+    }),
+    ("plan-input-region-null", "corrupt", "the `region` of an input is null", |p| {
+        p.json(NO_PLAN, &format!("{NO_PLAN},{}", same_plan(r#""region":null"#)));
+    }),
+    ("plan-update-without-moments", "corrupt", "contexts `update` without a moment", |p| {
+        p.json(NO_PLAN, &update_plan(&[]));
     }),
     ("plan-update-of-fields", "corrupt", "contexts `update` with layout `fields`", |p| {
         p.json(NO_PLAN, &update_plan(&[0, 0]).replace(r#""layout":1"#, r#""layout":2"#));

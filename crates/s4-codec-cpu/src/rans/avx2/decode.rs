@@ -90,6 +90,8 @@ impl<const P: i32> Decoder<P> {
         const { assert!(N <= 2 && VECTORS == 4, "only so much is unrolled below") };
         let escapes = self.0.escapes.as_ref();
         let marker = escapes.map_or(0, |escapes| escapes.markers[0]);
+        // Without contexts all symbols are of the first table.
+        let first_escapes = escapes.is_some_and(|escapes| escapes.present[0] != 0);
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         let mut runs = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
         let mut slots = [[[_mm256_setzero_si256(); VECTORS]; RUN]; N];
@@ -148,7 +150,8 @@ impl<const P: i32> Decoder<P> {
                 let Some(escapes) = escapes else { continue };
                 let escapes = match CONTEXTS {
                     true => escaped(block, contexts[n], escapes),
-                    false => of_one_table,
+                    false if first_escapes => of_one_table,
+                    false => [0; 4],
                 };
                 if escapes != [0; 4] {
                     store(x[n], &mut segment.states);
@@ -188,7 +191,7 @@ impl<const P: i32> Decoder<P> {
     }
 }
 
-/// The slots with these 8 indices. Each is loaded by itself: the gather instruction is slow on AMD's processors,
+/// The slots with these 8 indices. Each is loaded separately: the gather instruction is slow on AMD's processors,
 /// and on Intel's that mitigate Downfall.
 ///
 /// # Safety
@@ -296,7 +299,7 @@ fn store_symbols(
     found
 }
 
-/// A bit for each symbol of a block that stands for an escape.
+/// A bit for each symbol of a block that marks an escape.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn escaped(block: &[u8; BLOCK], contexts: &[u8; BLOCK], escapes: &Escapes) -> [u64; 4] {

@@ -40,7 +40,7 @@ static GATHER: Gather = Gather({
 #[repr(align(16))]
 struct Gather([[u8; 2 * WIDTH]; 256]);
 
-/// What the encoder needs to know about a symbol, loaded as 8 bytes.
+/// A symbol's parameters for the encoder, loaded as 8 bytes.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
 pub(super) struct Code {

@@ -16,7 +16,7 @@ use super::transpose::{load, to_steps};
 /// Symbols of all tables.
 const ALL: usize = MAX_TABLES * 256;
 
-/// What the encoder looks up.
+/// The encoder's look-up tables.
 pub(crate) struct Encoder {
     /// The code of symbol `s` in table `t` is at index `256 t + s`: the frequency and the first slot (8 bits each) and
     /// the reciprocal of the frequency (16 bits); those of the escape if the table lacks the symbol, and 0 if it has
@@ -35,19 +35,19 @@ struct Source<'a> {
     contexts: &'a [[u8; BLOCK]],
 }
 
-/// A block in which nothing has been looked up: symbols and tables of two steps in each register.
+/// A block before its look-ups: symbols and tables of two steps in each register.
 #[derive(Clone, Copy)]
 struct Block {
     symbols: [__m512i; RUN / 2],
     tables: [__m512i; RUN / 2],
 }
 
-/// What was looked up for a block.
+/// The codes of a block, as looked up.
 #[derive(Clone, Copy)]
 struct Codes {
     /// For each step, the frequencies and first slots, and the reciprocals.
     steps: [[__m512i; 2]; RUN],
-    /// For each step, a bit for each lane whose symbol may be none of its table.
+    /// For each step, a mask of the lanes whose tables may lack their symbols.
     marks: [u32; RUN],
 }
 
@@ -185,7 +185,7 @@ impl Encoder {
     #[target_feature(enable = "avx512f,avx512bw")]
     fn look_up(&self, block: &Block, pair: usize, codes: &mut Codes) {
         let low = _mm512_set1_epi16(0xff);
-        // Without escapes, code 0 alone is none.
+        // Without escapes, only code 0 means that the table lacks the symbol.
         let mask = _mm512_set1_epi16(if self.escapes == 0 { -1 } else { !0xff });
         let symbols = block.symbols[pair];
         // Nothing beyond the last table is read, whatever the contexts.

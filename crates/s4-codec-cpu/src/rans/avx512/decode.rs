@@ -17,7 +17,7 @@ const ODD: u64 = 0xaaaa_aaaa_aaaa_aaaa;
 /// Bytes that the steps of one block may read: a register for each refill.
 const BLOCK_AHEAD: usize = 64 * RUN / 2;
 
-/// What each slot stands for, in tables for look-up by permutations.
+/// The meaning of each slot, in tables for look-up by permutations.
 #[repr(align(64))]
 pub(crate) struct Decoder {
     /// Frequency of the symbol that owns the slot.
@@ -27,7 +27,7 @@ pub(crate) struct Decoder {
     carry: [u8; 256],
     /// The symbol; for slots of the escape, one that is not in the table.
     symbol: [u8; 256],
-    /// The symbol that stands for the escape, if there is one.
+    /// The symbol that marks the escape, if there is one.
     escape: Option<u8>,
 }
 
@@ -37,7 +37,7 @@ struct SegmentDecoder {
     low: [u16; LANES],
     high: [u16; LANES],
     words: Words,
-    /// Where the next block goes.
+    /// The destination of the next block.
     out: *mut u8,
     /// Blocks still to be decoded.
     blocks: usize,

@@ -16,7 +16,7 @@ const CODES: usize = 64;
 /// The code of the escape.
 const ESCAPE: u8 = CODES as u8 - 1;
 
-/// What the encoder looks up.
+/// The encoder's look-up tables.
 #[repr(align(64))]
 pub(crate) struct Encoder {
     /// The code of each symbol: its index in the table, or [`ESCAPE`].
@@ -38,7 +38,7 @@ pub(super) struct SegmentEncoder<'a, 'b> {
     high: [u16; LANES],
     /// Blocks that are not encoded yet: the first ones of the segment.
     pub(super) blocks: usize,
-    /// Where the words written so far begin.
+    /// Start of the words written so far.
     pub(super) at: usize,
 }
 
@@ -280,7 +280,7 @@ impl Tables {
     }
 }
 
-/// What the encoder needs to know about 32 symbols, as words.
+/// The encoder's parameters of 32 symbols, as words.
 pub(super) struct Symbol {
     pub(super) freq: __m512i,
     pub(super) start: __m512i,

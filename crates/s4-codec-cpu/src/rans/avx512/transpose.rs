@@ -1,6 +1,6 @@
 //! Converts between the order of steps and the order of symbols.
 //!
-//! The kernels work on two segments, `a` and `b`, at once. A step's register holds the symbols of
+//! The kernels work on two segments, `a` and `b`, at a time. A step's register holds the symbols of
 //! 32 lanes of both, interleaved: byte `2l` is lane `l` of `a`, byte `2l + 1` lane `l` of `b`. In
 //! memory a lane's 8 symbols of a block are adjacent.
 

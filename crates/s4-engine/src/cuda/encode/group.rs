@@ -23,8 +23,8 @@ pub(super) struct Member {
     pub(super) route: Option<Route>,
     /// With a route, its index in the batch; otherwise where its values lie in the slot.
     pub(super) at: usize,
-    /// Where its scratch memory starts, after the copy. If the chunk has an input, it starts with
-    /// room for the input's values, then for copies of its moments.
+    /// Start of its scratch memory, after the copy. If the chunk has an input, it begins with room
+    /// for the input's values, then for copies of its moments.
     pub(super) scratch: u64,
     /// Bytes of input for each byte of its values; 0: it has no input.
     pub(super) scale: u64,
@@ -42,7 +42,7 @@ pub(super) struct Member {
     pub(super) moments: [u64; 2],
     /// The checks that its input's values must pass, and those for its moments: first index and number.
     pub(super) checks: [(usize, usize); 2],
-    /// Where the data that its tensor's chunks share and the offsets of its own rows lie after the descriptors.
+    /// The data that its tensor's chunks share, and the offsets of its own rows: their places after the descriptors.
     pub(super) set: SetPlace,
     pub(super) rows: Option<u64>,
 }
@@ -52,7 +52,7 @@ pub(super) struct Member {
 pub(super) struct Group<'a> {
     pub(super) slot: usize,
     pub(super) members: Vec<Member>,
-    /// What deltas are predicted from, kept until their frames are known to be good.
+    /// The inputs of deltas, kept until their frames are known to be good.
     pub(super) inputs: Vec<Option<Input<'a>>>,
     /// Moments in host memory: the chunk's index in the group, which of the two, and the values.
     pub(super) moments: Vec<(usize, usize, Bytes)>,
@@ -68,18 +68,18 @@ pub(super) struct Group<'a> {
     pub(super) copies: u32,
     /// Pieces of inputs that may change: each is copied, and the copy must have a given CRC-32C.
     pub(super) checks: Vec<Check>,
-    /// What lies after the descriptors, and its bytes.
+    /// Data that follows the descriptors, and its size in bytes.
     pub(super) extras: Vec<Extra<'a>>,
     pub(super) extra_len: u64,
-    /// Where the statuses of the parents' frames lie in the meta memory, sorted by job.
+    /// The places of the statuses of the parents' frames in the meta memory, sorted by job.
     pub(super) statuses: Vec<usize>,
-    /// Whether its frames were sent to the host, and where those that may stay there are. The
-    /// others, which follow on the device, are in the slot.
+    /// Whether its frames were sent to the host. `homes` has the places of those that may stay
+    /// there; the others, which follow on the device, are in the slot.
     pub(super) sent: bool,
     pub(super) homes: Vec<Home>,
 }
 
-/// A copy of values that is checked against what was stored of them.
+/// A copy of values that is checked against the stored ones.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Check {
     pub(super) from: u64,
@@ -92,7 +92,7 @@ pub(super) struct Check {
 #[derive(Clone, Copy, Default)]
 pub(super) struct Room {
     pub(super) frames: u64,
-    /// What parents are decoded from, which lies where frames will go.
+    /// The data that parents are decoded from, which lies where frames will go.
     pub(super) parents: u64,
     pub(super) scratch: u64,
     pub(super) meta: u64,
@@ -127,7 +127,7 @@ impl Member {
         self.scale * self.bytes
     }
 
-    /// Whether its input, a tensor of the same checkpoint, no longer holds what was stored of it.
+    /// Whether its input, a tensor of the same checkpoint, has changed since it was stored.
     pub(super) fn is_gone(&self, input: &Input<'_>) -> bool {
         self.own_input && matches!(input, Input::Host(values) if values.is_empty())
     }
@@ -137,7 +137,7 @@ impl Member {
         self.input_bytes().next_multiple_of(ALIGN as u64)
     }
 
-    /// Where the kernels' own scratch memory starts.
+    /// Start of the kernels' own scratch memory.
     pub(super) fn work(&self) -> u64 {
         self.scratch + self.input_room() + self.moments_room
     }
@@ -154,9 +154,9 @@ impl<'a> Group<'a> {
         self.routes.iter().sum()
     }
 
-    /// Where extras, the spans of copies, and results start in the slot's meta memory, after the
-    /// descriptors. The checks and the spans of the answers lie just before the results; what
-    /// decodes parents follows them.
+    /// Offsets of extras, of the spans of copies, and of results in the slot's meta memory, after
+    /// the descriptors. The checks and the spans of the answers lie just before the results; the
+    /// data for decoding parents follows them.
     pub(super) fn places(&self) -> (u64, u64, u64) {
         let extras = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
         let extras = extras.next_multiple_of(ALIGN as u64);
@@ -166,13 +166,13 @@ impl<'a> Group<'a> {
         (extras, copies, results.next_multiple_of(16))
     }
 
-    /// Where the checks start: the spans that copy inputs, after those of the values, and the spans to sum.
+    /// Offsets of the checks: the spans that copy inputs, after those of the values, and the spans to sum.
     pub(super) fn checks_at(&self) -> (u64, u64) {
         let copies = self.places().1 + u64::from(self.copies) * SPAN;
         (copies, copies + self.checks.len() as u64 * SPAN)
     }
 
-    /// Where the checksums that were found lie: after the results.
+    /// Offset of the checksums that were found, which follow the results.
     pub(super) fn sums_at(&self) -> u64 {
         self.places().2 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
     }

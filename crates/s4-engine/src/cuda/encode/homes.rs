@@ -1,4 +1,5 @@
-//! Where frames go on the host: pieces that callers may hold on to, or the slot's own memory.
+//! Destinations of frames on the host: pieces that callers may hold on to, or the slot's own
+//! memory.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,12 +21,12 @@ const LEAST_PIECE: u64 = 4 * LARGEST;
 /// Consecutive frames of a group in a piece.
 pub(super) struct Home {
     pub(super) piece: Arc<Piece>,
-    /// Where they start in the piece.
+    /// Their offset in the piece.
     pub(super) at: usize,
-    /// Where they start and end among the frames on the device.
+    /// Their start and end among the frames on the device.
     pub(super) first: u64,
     pub(super) end: u64,
-    /// What callers get, once all frames have arrived.
+    /// The bytes that callers get, once all frames have arrived.
     bytes: Bytes,
 }
 
@@ -37,12 +38,12 @@ pub(super) struct OpenPiece {
     spare: Vec<Arc<Piece>>,
     /// Upper bound of the frames' bytes of groups that were cut and not placed yet.
     promised: u64,
-    /// Whether a new piece was refused: none is asked for again, since the system takes its time to refuse.
+    /// Whether the system refused a new piece. It is not asked again: a refusal takes a long time.
     refused: bool,
 }
 
 impl OpenPiece {
-    /// Whether pieces have room for a group with frames of at most `bytes`, besides what was promised.
+    /// Whether pieces have room for a group with frames of at most `bytes`, besides the promised bytes.
     pub(super) fn has_room(&mut self, bytes: u64, pieces: &Pieces, device: &Arc<Device>) -> bool {
         if pieces.size() < LEAST_PIECE {
             return false;
@@ -114,7 +115,7 @@ impl OpenPiece {
 }
 
 impl Group<'_> {
-    /// Where frames end on the device, padding included, in their order.
+    /// The ends of the frames on the device, padding included, in order.
     pub(super) fn ends(&self, session: &Session<'_>, total: u64) -> Vec<u64> {
         let routed = self.members.iter().filter(|m| m.route.is_some());
         let results = routed.map(|member| result_of(session, self, member));
@@ -157,7 +158,7 @@ impl Group<'_> {
     }
 }
 
-/// Where a frame lies on the device, with the padding that follows it.
+/// The range of a frame on the device, with the padding that follows it.
 fn padded(result: &EncodeResult) -> Option<Range<u64>> {
     let end = result.offset.checked_add(result.len.into())?;
     Some(result.offset..end.checked_next_multiple_of(ALIGN as u64)?)

@@ -1,4 +1,4 @@
-//! What a group of chunks is predicted from, uploaded before the group.
+//! The inputs that a group of chunks is predicted from, uploaded before the group.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -32,7 +32,8 @@ impl<'a> EncodeQueue<'a> {
         parent::stored(size, bytes) <= sizes.frames && meta <= sizes.meta / 2
     }
 
-    /// Queues the copies of a group's inputs, or of what they are decoded from, to the device.
+    /// Queues the copies of a group's inputs, or of the frames that they are decoded from, to the
+    /// device.
     pub(super) fn upload_inputs(&mut self, group: &mut Group<'a>) -> Result<Option<Decoding>> {
         let start = self.session.frames(group.slot);
         let sizes = self.session.sizes;
@@ -234,7 +235,7 @@ impl<'a> EncodeQueue<'a> {
 
 impl EncodeQueue<'_> {
     /// Copies values of a tensor's moment to `buffer`, from host or device memory. `range` is the first index and the
-    /// count. Returns where they lie in it; `None`: they are no longer what was stored.
+    /// count. Returns where they lie in it, or `None` if they have changed since they were stored.
     pub(super) fn moment_on_host(
         &self,
         tensor: usize,
@@ -258,7 +259,7 @@ impl EncodeQueue<'_> {
 
 impl<'a> EncodeQueue<'a> {
     /// Adds checks that copy and sum a group's moments in device memory, and reads those in host
-    /// memory. Moments there that are no longer what was stored keep address 0.
+    /// memory. Moments there that have changed since they were stored keep address 0.
     pub(super) fn open_moments<E>(
         &self,
         group: &mut Group<'a>,
@@ -443,7 +444,7 @@ impl Sent {
     }
 }
 
-/// What goes to a slot's memory on the device.
+/// Data on its way to a slot's memory on the device.
 struct Incoming<'a> {
     /// Bytes with their addresses, in ascending order.
     bytes: Vec<(u64, Bytes)>,
@@ -495,7 +496,7 @@ impl<'a> Incoming<'a> {
     }
 }
 
-/// Where the next bytes start after `len` bytes at `at`.
+/// Address of the next bytes after `len` bytes at `at`.
 fn after(at: u64, len: usize) -> Option<u64> {
     at.checked_add(len as u64)?.checked_next_multiple_of(ALIGN as u64)
 }

@@ -1,8 +1,8 @@
 //! Decodes frames with streams in blocks: the library decodes the blocks into planes in scratch
 //! memory, and this crate's kernels go on as if those planes had been stored raw.
 //!
-//! Only for checkpoints that the caller trusts. A kernel compares a frame's checksum, and its
-//! answer is waited for before the library gets the frame's blocks, because the host decides how
+//! Only for checkpoints that the caller trusts. A kernel compares a frame's checksum, and the host
+//! waits for its answer before the library gets the frame's blocks, because the host decides how
 //! many it gets. The output is compared with its checksum on the device, too.
 
 use std::collections::BTreeMap;
@@ -13,26 +13,17 @@ use s4_codec_gpu::DecodeBatch;
 use s4_codec_gpu::abi::{self, CopySpan, DecodeChunk, DecodeStream, Route};
 use s4_codec_gpu::nvcomp::{Decompress, GpuCodec, Shape, Status};
 use s4_format::limits::ALIGN;
-use s4_format::manifest::ClosedCodec;
 use s4_format::{CodecId, Error, ResidualId, StreamEntry};
 
 use super::layout::plane_sizes;
-use super::library::{Library, decode_scratch};
+use super::library::{Trusted, decode_scratch};
 use crate::cuda::FrameJob;
-use crate::cuda::decode::{Busy, DecodeQueue, cut_pieces, has_one_place};
+use crate::cuda::decode::{Answers, Busy, DecodeQueue};
 use crate::cuda::error::{Of, Result};
 use crate::cuda::route::has_layout;
-use std::sync::Arc;
 
 /// Alignment of the parts of scratch memory, and the bytes after a frame that decoders may read.
 const PART: u64 = 256;
-
-/// What the blocks of a trusted checkpoint are decoded with.
-#[derive(Debug, Clone)]
-pub struct Trusted {
-    pub(in crate::cuda) library: Arc<Library>,
-    pub(in crate::cuda) closed: Vec<ClosedCodec>,
-}
 
 /// A stream in blocks.
 struct Coded {
@@ -72,15 +63,6 @@ impl Call {
         let total = sizes.iter().sum::<u64>() as usize;
         Shape { blocks: self.jobs.len(), max_block, total }
     }
-}
-
-/// The library's answers for a call's blocks, once they have arrived.
-pub(in crate::cuda) struct Answers {
-    id: CodecId,
-    /// Where sizes and statuses lie in the slot's memory for descriptors.
-    at: usize,
-    expected: Vec<u64>,
-    jobs: Vec<usize>,
 }
 
 /// Bytes of descriptors for each block and for each chunk.
@@ -126,7 +108,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let (mut batch, mut scratch, mut meta) = (vec![], 0, 0);
         for (chunk, sound) in found.into_iter().zip(sound) {
             if !sound {
-                // The CPU will say what is wrong.
+                // The CPU will report the error.
                 others.push(chunk.number);
                 continue;
             }
@@ -188,7 +170,8 @@ impl<'a> DecodeQueue<'_, 'a> {
         Ok(found.iter().map(|s| u32::from_le_bytes(*s) == abi::status::OK).collect())
     }
 
-    /// Writes what a kernel will fetch, and at `fetch_at` the span that it fetches it with.
+    /// Writes the data that a kernel will fetch and, at `fetch_at`, the span that it fetches it
+    /// with.
     fn write_meta(&self, slot: usize, meta: &Meta, fetch_at: usize) {
         let pinned = &self.session.worker.slots[slot].pinned;
         let base = self.session.pinned_meta();
@@ -253,15 +236,14 @@ impl<'a> DecodeQueue<'_, 'a> {
             coded.push(Coded { plane, size, codec, blocks: blocks.collect() });
         }
         let own = abi::decode_scratch(Route::Composed, n, width as u64, d.frame_len.into());
-        let spans = job.pieces.iter().map(|p| p.to.bytes().div_ceil(abi::COPY_SPAN_BYTES));
         Some(Chunk {
             number,
             descriptor: d,
-            spans: spans.sum::<u64>() as usize,
+            spans: job.copies(0).count(),
             planes: coded.iter().map(|c| (c.size as u64).next_multiple_of(PART)).sum(),
             coded,
             own: own.next_multiple_of(PART),
-            values: if has_one_place(job) { 0 } else { job.bytes.next_multiple_of(PART) },
+            values: if job.has_one_place() { 0 } else { job.bytes.next_multiple_of(PART) },
         })
     }
 
@@ -276,8 +258,8 @@ impl<'a> DecodeQueue<'_, 'a> {
         for chunk in batch {
             let number = chunk.number;
             let (d, end) = place(&busy.jobs[number], chunk, scratch, &mut calls);
-            if !has_one_place(&busy.jobs[number]) {
-                cut_pieces(&busy.jobs[number], d.values, &mut spans);
+            if !busy.jobs[number].has_one_place() {
+                spans.extend(busy.jobs[number].copies(d.values));
             }
             scratch = end;
             chunks.push((number, d));
@@ -291,7 +273,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let arrays: Vec<[usize; 4]> =
             calls.values().map(|c| arrays(c).map(|a| meta.put(a.iter()))).collect();
         let up = meta.end();
-        // What comes back lies after what goes up.
+        // Results lie after the uploaded data.
         let status_at = up;
         let mut at = up + (4 * chunks.len()).next_multiple_of(16);
         let mut answers = vec![];
@@ -425,7 +407,7 @@ fn place(
     let mut d = chunk.descriptor;
     d.scratch = scratch;
     d.values = match &job.pieces[..] {
-        [piece] if has_one_place(job) => piece.to.address(),
+        [piece] if job.has_one_place() => piece.to.address(),
         _ => scratch + chunk.own,
     };
     let mut plane = scratch + chunk.own + chunk.values;
@@ -451,7 +433,7 @@ fn place(
     (d, plane)
 }
 
-/// What is uploaded, as it lies from `start` on.
+/// Data to upload, which lies from `start` on.
 struct Meta {
     start: usize,
     bytes: Vec<u8>,

@@ -1,15 +1,15 @@
 //! Chunks of device tensors whose planes the library codes: split, coded and framed on the device.
 //!
-//! The library's encoders take milliseconds for a block, however few there are, and much scratch memory
-//! for each: speed comes from many blocks at once. So the engine's whole budget of device memory is shared
-//! out to streams, each with a group of chunks; all of a group's planes are coded by
-//! one call for each codec, and the streams' calls run in parallel.
+//! The library's encoders take milliseconds for a block, however few there are, and much scratch memory for each: only
+//! many blocks in parallel make them fast. So the engine's whole budget of device memory is divided among streams, each
+//! with a group of chunks; all of a group's planes are coded by one call for each codec, and the streams' calls run in
+//! parallel.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan, EncodeChunk, EncodeResult, MAX_PLANES, status};
+use s4_codec_gpu::abi::{CopySpan, EncodeChunk, EncodeResult, MAX_PLANES, status};
 use s4_codec_gpu::nvcomp::Compress;
 use s4_codec_gpu::{CodedBatch, CodedPlane, Event, Stream, split_scratch};
 use s4_format::Error;
@@ -187,7 +187,7 @@ impl<'a> LibraryQueue<'a> {
             count: group.chunks.len() as u32,
         };
         // SAFETY: all parts are the share's, as large as `Load` added up, and used in the order of its
-        // stream, but for the caller's values, whose memory stays. Pinned memory as above. Descriptors of
+        // stream, except the caller's values, whose memory stays. Pinned memory as above. Descriptors of
         // copies are bounded by the memory for them.
         unsafe {
             stream.copy_to_device(pinned, at, up, base)?;
@@ -221,8 +221,8 @@ impl<'a> LibraryQueue<'a> {
             statuses,
         };
         let stream = &self.shares[group.share].stream;
-        // The library does not write every byte of what it counts as output: files would keep what
-        // happened to be there.
+        // The library does not write every byte that it counts as output: without this, files would
+        // keep whatever was in that memory.
         // SAFETY: the slots are the share's.
         unsafe { stream.fill(base + places.slots[number], 0, call.slot * call.blocks()) }?;
         let _current = self.session.worker.device.enter()?;
@@ -233,7 +233,7 @@ impl<'a> LibraryQueue<'a> {
         queued.map_err(Error::from).of(group.chunks[0].tensor)
     }
 
-    /// Writes what is uploaded.
+    /// Writes the data to upload.
     fn describe(&self, group: &Group, places: &Places, to: &mut [u8]) -> Result<()> {
         let mut next = [0u64; WRITERS];
         let base = self.address(group.share);
@@ -245,16 +245,14 @@ impl<'a> LibraryQueue<'a> {
             // Checked before: it is in a device's memory.
             let memory = self.chunks.tensors[chunk.tensor].values.memory();
             let address = memory.map_or(0, |m| m.address()) + chunk.first;
-            for first in (0..bytes).step_by(COPY_SPAN_BYTES as usize) {
-                let len = COPY_SPAN_BYTES.min(bytes - first);
-                let copy = CopySpan { from: address + first, to: values + first, len };
+            for copy in CopySpan::cut(address, values, bytes) {
                 put(to, span, bytemuck::bytes_of(&copy));
                 span += size_of::<CopySpan>() as u64;
             }
             let descriptor = EncodeChunk {
                 values,
                 scratch,
-                // The kernels refuse what is out of range.
+                // The kernels refuse numbers that are out of range.
                 n: n as u32,
                 width: width as u8,
                 layout: plan.layout.0,
@@ -301,7 +299,8 @@ impl<'a> LibraryQueue<'a> {
         Ok(coded)
     }
 
-    /// How a plane of `size` bytes is coded; `first` is the index of its first block in its call.
+    /// The descriptor of a plane of `size` bytes; `first` is the index of its first block in its
+    /// call.
     fn coded(
         &self,
         group: &Group,
@@ -411,7 +410,7 @@ impl<'a> LibraryQueue<'a> {
 
 impl Drop for LibraryQueue<'_> {
     fn drop(&mut self) {
-        // The session's memory goes away. An error was reported before, or is of a device that is gone.
+        // The session's memory is about to be freed. An error was reported before, or the device was lost.
         for share in &self.shares {
             let _ = share.stream.synchronize();
         }

@@ -1,4 +1,4 @@
-//! What a group of chunks needs of a share's memory, and where each part lies.
+//! The memory that a group of chunks needs in a share, and the place of each part.
 
 use s4_codec_gpu::CodedBatch;
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan, EncodeChunk, EncodeResult};
@@ -39,7 +39,7 @@ impl Call {
     }
 }
 
-/// What a group needs, added up chunk by chunk.
+/// The needs of a group, added up chunk by chunk.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Load {
     pub(super) chunks: u64,
@@ -80,7 +80,7 @@ impl Load {
             let (before, more) = (call.blocks(), size.div_ceil(block));
             call.shape.blocks += more;
             // The codec's block, not the longest one of this group: ANS would write other bytes
-            // then, and a chunk's bytes must not depend on the chunks beside it.
+            // then, and a chunk's bytes must not depend on the other chunks of its group.
             call.shape.max_block = block;
             call.shape.total += size;
             call.scratch += (call.scratch * more as u64).div_ceil(before.max(1));
@@ -88,7 +88,8 @@ impl Load {
         Ok(self)
     }
 
-    /// The same, with what the library says that the calls need. `stream` belongs to the device.
+    /// The same, with the needs that the library reports for the calls. `stream` belongs to the
+    /// device.
     ///
     /// # Errors
     /// Those of the library.
@@ -108,10 +109,9 @@ impl Load {
     }
 }
 
-/// Where the parts lie, counted from the start of a share's memory. First what is uploaded (chunks,
-/// their planes' descriptors, arrays of inputs, sizes and outputs of each call, what is copied), then what
-/// is sent back (total and results), then what stays: sizes and statuses of each call, values, planes,
-/// outputs.
+/// Offsets of the parts in a share's memory. First the uploaded data (chunks, their planes' descriptors, arrays of
+/// inputs, sizes and outputs of each call, spans to copy), then the data that is sent back (total and results), then
+/// the data that stays: sizes and statuses of each call, values, planes, outputs.
 ///
 /// The first codec's scratch memory, by far the largest part, is reused once that codec is done,
 /// for the outputs of the second one and for the frames.
@@ -183,7 +183,7 @@ impl Places {
         [0, 1, 2].map(|i| self.arrays[call] + 8 * self.blocks[call] * i)
     }
 
-    /// What a call answers: sizes of 8 bytes, statuses of 4.
+    /// A call's answers: sizes of 8 bytes, statuses of 4.
     pub(super) fn answers(&self, call: usize) -> [u64; 2] {
         [self.sizes[call], self.sizes[call] + 8 * self.blocks[call]]
     }

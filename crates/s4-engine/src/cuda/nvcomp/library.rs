@@ -21,6 +21,13 @@ pub(in crate::cuda) struct Library {
     writers: [Box<dyn GpuCodec>; WRITERS],
 }
 
+/// The library that decodes the blocks of a trusted checkpoint, and the closed codecs that the checkpoint lists.
+#[derive(Debug, Clone)]
+pub struct Trusted {
+    pub(in crate::cuda) library: Arc<Library>,
+    pub(in crate::cuda) closed: Vec<ClosedCodec>,
+}
+
 /// Codings of planes that the library writes.
 const CODINGS: [PlaneCoding; WRITERS] = [PlaneCoding::GDEFLATE, PlaneCoding::NVCOMP_ANS];
 
@@ -77,7 +84,7 @@ pub(in crate::cuda) fn is_needed(plan: &TensorPlan) -> bool {
     plan.planes.contains(&PlaneCoding::NVCOMP_ANS)
 }
 
-/// What encoding a batch needs, and the room for each block's output.
+/// The scratch memory and alignments that encoding a batch needs, and the room for each block's output.
 pub(super) fn encode_needs(
     codec: &dyn GpuCodec,
     device: &Device,

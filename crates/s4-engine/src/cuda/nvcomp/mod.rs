@@ -16,9 +16,8 @@ use s4_codec_gpu::nvcomp::{AnsMode, Host, HostDecoder, HostEncoder, ans, gdeflat
 use s4_format::CodecId;
 use s4_format::manifest::ClosedCodec;
 
-pub(super) use decode::Answers;
-pub use decode::Trusted;
 pub(super) use encode::LibraryQueue;
+pub use library::Trusted;
 pub(super) use library::{Library, codes, is_needed};
 
 /// GDeflate's algorithm: the default, which finds short matches.
@@ -49,7 +48,7 @@ impl Gpu {
 
     /// Adds a decoder. Only for checkpoints that the caller trusts, which is what makes this sound.
     pub(crate) fn with_reader(&self, codecs: Codecs, id: CodecId) -> Codecs {
-        // SAFETY: whoever reads the checkpoint said that a program that they trust wrote it.
+        // SAFETY: the caller declared that a program that the caller trusts wrote the checkpoint.
         codecs.with(unsafe { HostDecoder::new(&self.0, id) })
     }
 

@@ -11,6 +11,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 namespace {
 
@@ -189,6 +190,12 @@ CALL cuStreamCreateWithPriority(void** s, unsigned, int) { return *s = reinterpr
 CALL cuStreamDestroy_v2(void*) { return kSuccess; }
 CALL cuStreamSynchronize(void*) { return contexts.empty() ? 201 : kSuccess; }
 CALL cuStreamWaitEvent(void*, void*, unsigned) { return kSuccess; }
+CALL cuStreamIsCapturing(void*, int* status) { return *status = 0, kSuccess; }
+CALL cuThreadExchangeStreamCaptureMode(int* mode) {
+  thread_local int own = 0;
+  std::swap(own, *mode);
+  return kSuccess;
+}
 CALL cuEventCreate(void** e, unsigned) { return *e = reinterpret_cast<void*>(16), kSuccess; }
 CALL cuEventRecord(void*, void*) { return kSuccess; }
 CALL cuEventSynchronize(void*) { return kSuccess; }

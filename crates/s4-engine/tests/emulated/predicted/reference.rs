@@ -1,4 +1,4 @@
-//! What the kernels for any prediction are compared with: the specification written out again, in plain code.
+//! The reference for the kernels for any prediction: the specification written out again, in plain code.
 
 use s4_codec_cpu::Codec;
 use s4_codec_cpu::rans::{Counts, Precision, Rans, Table, TablePlace, Tables, cost, write_tables};
@@ -36,7 +36,8 @@ impl Offsets {
         self.base.wrapping_add(sum << self.shift) & ((1 << (bits - 1)) - 1)
     }
 
-    /// What the kernels read for values from index `first` on: with the row of that value and the rows after it.
+    /// The data that the kernels read for values from index `first` on: with the row of that value and the rows after
+    /// it.
     fn bytes(&self, first: u64) -> Vec<u8> {
         let cols = self.cols.len() as u64;
         let rows = &self.rows[(first / cols) as usize..];

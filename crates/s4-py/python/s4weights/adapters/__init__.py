@@ -2,6 +2,6 @@
 
 One module for each framework, which imports it: ``s4weights.adapters.lightning``,
 ``transformers``, ``accelerate``, ``deepspeed``, ``torchtitan``, ``torch_checkpointing``, ``ray``,
-``orbax``, ``keras`` and ``megatron``. The extra of the same name installs it:
-``pip install 's4weights[lightning]'``.
+``orbax``, ``keras`` and ``megatron``. The extra of the same name installs it, in a checkout of the
+repository: ``pip install './crates/s4-py[lightning]'``.
 """

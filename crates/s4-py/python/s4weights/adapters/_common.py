@@ -1,17 +1,27 @@
-"""What several adapters need."""
+"""Functions that several adapters share."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-from .._store import CheckpointStore
+from .._errors import NotFoundError, StorageError
+from .._load import load
+from .._sources import is_url, path_of_url
+from .._store import CheckpointStore, _stores
 
-#: Where an adapter may keep checkpoints: a store, or its folder or URL.
+#: A place for an adapter's checkpoints: a store, or its folder or URL.
 Store = CheckpointStore | str | os.PathLike[str]
+
+#: Extensions of checkpoints. The digits in some of them are no training steps.
+_EXTENSIONS = re.compile(r"(?:\.(?:s4w|ckpt|pt2?|pth|bin|safetensors|h5|keras|zip))+$")
 
 
 def require(extra: str, minimum: str, *distributions: str) -> None:
@@ -26,7 +36,7 @@ def require(extra: str, minimum: str, *distributions: str) -> None:
         if _numbers(found.rpartition(" ")[2]) >= _numbers(minimum):
             return
     has = "" if found is None else f" ({found} is installed)"
-    raise ImportError(f"{how}{has}: pip install 's4weights[{extra}]'")
+    raise ImportError(f"{how}{has}: in a checkout, pip install './crates/s4-py[{extra}]'")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -44,10 +54,78 @@ def as_store(store: Store, options: dict[str, Any]) -> CheckpointStore:
     return CheckpointStore(store, **options)
 
 
-def newest(store: CheckpointStore) -> int | None:
-    """The newest step; what is being saved in the background is waited for."""
+def load_found(store: CheckpointStore, step: int | None) -> tuple[int, Any] | None:
+    """A checkpoint with its step, loaded to the CPU. ``step`` ``None`` means the newest one, if there is any. Waits for
+    background saves to the same place, also those of other stores of this process: ``restore("runs/a")`` is to find
+    what ``StoreCallback("runs/a")`` saves.
+    """
+    settle(store)
+    if step is None and store.runner is not None:
+        # The store lists only durable checkpoints: only the runner knows which is the newest.
+        with restored_file(store, None) as restored:
+            if restored is None:
+                return None
+            return restored[0], load(restored[1], "cpu", threads=store._threads)
+    if step is None:
+        step = store.latest()
+    return None if step is None else (step, store.load_checkpoint(step, "cpu"))
+
+
+def settle(store: CheckpointStore) -> None:
+    """Waits for background saves to the place of a store. Raises the error of the store's own one;
+    those of other stores are for their users.
+    """
     store._settle()
-    return store.latest()
+    here = place(store.url)
+    # Another thread may make a store meanwhile: unlike the set, the list of references is copied in one step.
+    for reference in [*_stores.data]:  # type: ignore[attr-defined]
+        other = reference()
+        pending = None if other is None or other is store else other._pending
+        if other is None or pending is None or pending._runs_here() or place(other.url) != here:
+            continue
+        # Unlike its own `exception()`, this does not mark the error as seen.
+        Future.exception(pending.committed)
+
+
+def place(url: str) -> str:
+    """The same text for all names of one folder, such as ``file:///x``, ``/x`` and links to it."""
+    path = path_of_url(url) if is_url(url) else url
+    return url.rstrip("/") if path is None else os.path.realpath(path)
+
+
+def load_by_id(
+    store: CheckpointStore, id: str, map_location: Any = "cpu", weights_only: bool | None = None
+) -> Any:
+    """Loads the checkpoint of an id: the store's or, with a runner, that of its submission."""
+    try:
+        return store.load_checkpoint(id, map_location, weights_only=weights_only)
+    except NotFoundError:
+        if store.runner is None:
+            raise
+    # A runner knows only submissions, and those of other runners or of long ago not even by these ids.
+    # The store lists them all, by both.
+    with CheckpointStore(**{**store._arguments, "runner": None, "read_only": True}) as listed:
+        return listed.load_checkpoint(id, map_location, weights_only=weights_only)
+
+
+@contextlib.contextmanager
+def restored_file(store: CheckpointStore, step: int | None) -> Iterator[tuple[int, Path] | None]:
+    """A checkpoint as a file of the store's runner, with its step; ``None`` if there is none.
+
+    Raises:
+        StorageError: this process does not see the file. That must not look as if there were no
+            checkpoint: training would start over.
+    """
+    assert store.runner is not None
+    with contextlib.ExitStack() as until_loaded:
+        restored: tuple[int, Path] | None = None
+        # Warnings are for the caller of the function that uses this as a context manager.
+        with contextlib.suppress(NotFoundError):
+            restored = until_loaded.enter_context(store.runner.restored_step(step, stacklevel=7))
+        if restored is not None and not restored[1].exists():
+            what = "the runner has restored a checkpoint to a file that this process does not see"
+            raise StorageError(errno.ENOENT, what, str(restored[1]))
+        yield restored
 
 
 def first_decides(
@@ -73,7 +151,7 @@ def step_in(path: str | os.PathLike[str]) -> int:
 
     Raises `ValueError` if there are no digits.
     """
-    name = os.path.basename(os.fspath(path).rstrip("/"))
+    name = _EXTENSIONS.sub("", os.path.basename(os.fspath(path).rstrip("/")))
     found = re.search(r"(\d+)\D*$", name, re.ASCII)
     if found is None:
         raise ValueError(f"{os.fspath(path)!r}: a name that ends with the training step expected")

@@ -23,6 +23,7 @@ from .._load import load
 from .._save import save
 from .._sources import open_source, require_s4w
 from .._store import CheckpointStore
+from ._common import load_by_id
 
 _KEY = "s4weights.folder"
 #: The version of the form in which folders are stored; and the one of folders that hold empty folders or
@@ -56,7 +57,12 @@ def restore_folder(
 ) -> None:
     """Writes a folder that `save_folder` saved. It appears whole, and replaces an existing one."""
     where = f"{store.url}: step {'newest' if step is None else step}"
-    packed = store.load_checkpoint(step, "cpu")
+    packed = load_by_id(store, step) if isinstance(step, str) else store.load_checkpoint(step, "cpu")
+    write_folder(packed, folder, where)
+
+
+def write_folder(packed: Any, folder: str | os.PathLike[str], where: str) -> None:
+    """Does so with a checkpoint that is loaded; ``where`` it comes from is for errors."""
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -76,7 +82,7 @@ def _pack(folder: Path) -> dict[str, Any]:
     empty: list[str] = []
     for path in _walk(folder, frozenset()):
         name = path.relative_to(folder).as_posix()
-        # What cannot be restored must not be saved.
+        # Names that cannot be restored must not be saved.
         _check_name(name, str(folder), ValueError)
         if path.is_dir():
             empty.append(name)
@@ -133,7 +139,7 @@ def _unpack(packed: Any, folder: Path, where: str) -> None:
         path = folder / name
         if not path.is_file():
             raise CorruptDataError(f"{where}: {name!r} is no file")
-        # By whoever may read it.
+        # Executable for those who may read it.
         mode = path.stat().st_mode
         path.chmod(mode | (mode & 0o444) >> 2)
 
@@ -185,7 +191,7 @@ def _pack_file(path: Path) -> dict[str, Any]:
 
 
 def _read_s4w(path: Path) -> dict[str, Any] | None:
-    """What a ``.s4w`` file holds; ``None`` if that is not all, or cannot be read."""
+    """The object and metadata of a ``.s4w`` file; ``None`` if it holds more, or cannot be read."""
     try:
         reader = require_s4w(open_source(str(path), None, None))
         if any(_has_blob(reader, name) for name in ("dcp", "stream")):

@@ -11,23 +11,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+from .._errors import ConflictError, S4Error, StorageError
 from .._load import load
 from .._pending import Pending
 from .._save import save
-from ._common import Store, as_store, first_decides, newest, require
-from ._folder import restore_folder, save_folder
+from .._store import CheckpointStore
+from ._common import Store, absolute, as_store, first_decides, load_found, require, settle
+from ._folder import save_folder, write_folder
 
 require("accelerate", "1.1", "accelerate")
 
 from accelerate.utils import broadcast_object_list  # noqa: E402
+from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME  # noqa: E402
 
 __all__ = ["load_state", "register_hooks", "save_state"]
+
+_T = TypeVar("_T")
+
+#: The stores that calls have named by a URL or a folder: for each accelerator, one for each URL and hash of
+#: the options, which may be secret. The next call needs the same one: it knows of saves in the background,
+#: and what the previous save wrote. They hold memory, so they go when the accelerator does.
+_stores: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], CheckpointStore]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def save_state(
@@ -48,8 +63,8 @@ def save_state(
 
     Args:
         accelerator: the ``Accelerator``.
-        store: a `CheckpointStore`, or its folder or URL. A `CheckpointStore` remembers what the
-            previous save wrote, and need not read it back.
+        store: a `CheckpointStore`, or its folder or URL. Calls with the same accelerator, the same one
+            and the same options share a store, for as long as the accelerator exists.
         step: the training step.
         metrics: as in `CheckpointStore.save_checkpoint`.
         tags: likewise.
@@ -57,21 +72,25 @@ def save_state(
         options: arguments of `CheckpointStore`, if ``store`` is not one.
 
     Returns:
-        In the first process, with ``blocking=False``: the `PendingSave`. Otherwise ``None``.
+        In the first process, with ``blocking=False``: the `PendingSave`. Otherwise ``None``. If it
+        fails and nobody asks for its outcome, the next call with this store raises its error.
 
     Raises:
         StorageError: in every process, if the store cannot be written.
         S4Error: any other failure.
     """
-    kept = as_store(store, options)
+    _store_of(accelerator, store, options)  # Wrong arguments are an error before a folder is written.
     temporary = _agree(accelerator, lambda: tempfile.mkdtemp(prefix="s4weights-accelerate-"))
     pending: Pending[Any] | None = None
 
-    def work() -> None:
+    def write(kept: CheckpointStore) -> None:
         nonlocal pending
         how = {"metrics": metrics, "tags": tags}
         done = save_folder(kept, folder, step, blocking=blocking, **how)
         pending = None if blocking else done
+
+    def work() -> None:
+        _with_store(accelerator, store, options, write)
 
     try:
         folder = accelerator.save_state(temporary)
@@ -101,36 +120,38 @@ def load_state(
         NotFoundError: in every process: there is no such checkpoint.
         CorruptDataError: likewise: the checkpoint, or one that it needs, is damaged.
     """
-    kept = as_store(store, options)
 
-    def work() -> tuple[int, str] | None:
-        found = newest(kept) if step is None else step
+    def read(kept: CheckpointStore) -> tuple[int, str] | None:
+        found = load_found(kept, step)
         if found is None:
             return None
-        folder = tempfile.mkdtemp(prefix="s4weights-accelerate-")
+        private = tempfile.mkdtemp(prefix="s4weights-accelerate-")
         try:
-            restore_folder(kept, folder, found)
+            # Within the folder, which only this user may enter: it is not replaced by another one.
+            write_folder(found[1], _within(private), f"{kept.url}: step {found[0]}")
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(private, ignore_errors=True)
             raise
-        return found, folder
+        return found[0], private
 
-    restored = _agree(accelerator, work)
+    restored = _agree(accelerator, lambda: _with_store(accelerator, store, options, read))
     if restored is None:
         return None
-    found, folder = restored
+    found, private = restored
     try:
-        accelerator.load_state(folder)
+        accelerator.load_state(_within(private))
         accelerator.wait_for_everyone()
     finally:
         if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(private, ignore_errors=True)
     return int(found)
 
 
 def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
     """Makes ``accelerator.save_state`` write weights as ``model.s4w`` (``model_1.s4w``...), and
-    ``load_state`` read them. Folders without such a file are loaded as before.
+    ``load_state`` read them. Folders without such a file are loaded as before. Accelerate's own
+    files of the same weights, from an earlier save to the folder, are deleted; a folder that has
+    both is refused.
 
     Optimizers, schedulers and random states have no hook: Accelerate writes them with `torch.save`.
 
@@ -143,9 +164,12 @@ def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
     """
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
-        if accelerator.is_main_process:
+        each_node = accelerator.project_configuration.save_on_each_node
+        if accelerator.is_local_main_process if each_node else accelerator.is_main_process:
             for number, state in enumerate(weights):
                 save(state, _model_file(output_dir, number), **options)
+                for stale in _theirs(output_dir, number):
+                    os.unlink(stale)
         # Emptied in place: Accelerate itself writes what is left in the list.
         weights.clear()
         accelerator.wait_for_everyone()
@@ -154,6 +178,10 @@ def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
         files = [_model_file(input_dir, number) for number in range(len(models))]
         if not files or not os.path.exists(files[0]):
             return
+        for number in range(len(models)):
+            for theirs in _theirs(input_dir, number):
+                # One is of an earlier save, made with or without the hooks.
+                raise ConflictError(f"{files[number]} and {theirs}: delete the older one")
         for model, file in zip(models, files, strict=True):
             model.load_state_dict(load(file, "cpu"))
         models.clear()
@@ -164,8 +192,77 @@ def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
     )
 
 
+def _within(private: str) -> str:
+    return os.path.join(private, "checkpoint")
+
+
 def _model_file(folder: str | os.PathLike[str], number: int) -> str:
     return os.path.join(os.fspath(folder), f"model_{number}.s4w" if number else "model.s4w")
+
+
+def _theirs(folder: str | os.PathLike[str], number: int) -> list[str]:
+    """The files with the weights of this model that Accelerate itself wrote."""
+    names = [SAFE_WEIGHTS_NAME, WEIGHTS_NAME]
+    if number:
+        names = [name.replace(".", f"_{number}.") for name in names]
+    paths = [os.path.join(os.fspath(folder), name) for name in names]
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def _with_store(
+    accelerator: Any, store: Store, options: dict[str, Any], work: Callable[[CheckpointStore], _T]
+) -> _T:
+    """Calls a function with the store that a call named. If the store was recreated since the previous call, the
+    function gets the new one.
+    """
+    found = _store_of(accelerator, store, options)
+    try:
+        # An error of a background save is raised here: the data that it was to save is lost.
+        settle(found)
+    except S4Error as error:
+        if found is not store and _is_replaced(error):
+            found.close()
+        raise
+    is_old = found is not store and found._native is not None
+    try:
+        return work(found)
+    except S4Error as error:
+        if not is_old or not _is_replaced(error):
+            raise
+    found.close()
+    return work(_store_of(accelerator, store, options))
+
+
+def _is_replaced(error: S4Error) -> bool:
+    """Whether a store was removed, and another one made in its place."""
+    return isinstance(error, StorageError) and error.cause == "Replaced"
+
+
+def _store_of(accelerator: Any, store: Store, options: dict[str, Any]) -> CheckpointStore:
+    if isinstance(store, CheckpointStore):
+        return as_store(store, options)
+    kept = _stores.setdefault(accelerator, {})
+    text = repr(sorted(options.items())).encode(errors="backslashreplace")
+    key = absolute(os.fspath(store)), hashlib.sha256(text).hexdigest()
+    found = kept.get(key)
+    if found is not None and _is_gone(found):
+        found.close()
+    if found is None or found._closed:
+        found = kept[key] = as_store(store, options)
+    return found
+
+
+def _is_gone(store: CheckpointStore) -> bool:
+    """Whether the folder of a store was removed or recreated, and nobody needs the store any more."""
+    if store._closed or store._native is None or "://" in store.url:
+        return False
+    pending = store._pending
+    if pending is not None:
+        committed = pending.committed
+        # The next call is to raise an error that nobody has seen.
+        if not committed.done() or (not committed._seen and Future.exception(committed)):
+            return False
+    return not store._outside and not os.path.exists(os.path.join(store.url, "repo.json"))
 
 
 def _agree(accelerator: Any, work: Callable[[], Any]) -> Any:

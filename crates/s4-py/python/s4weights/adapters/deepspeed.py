@@ -82,7 +82,13 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def create(self, info: Any) -> None:
         """Called on every rank before a checkpoint."""
         if self._info is not None:
-            self.commit(self._info)  # No boundary came between two checkpoints.
+            # No boundary came between two checkpoints: this does what the engine does at one.
+            before = self._info
+            self.commit(before)
+            many = dist.is_available() and dist.is_initialized()
+            if before.save_latest and (not many or dist.get_rank() == 0):
+                with open(os.path.join(before.save_dir, "latest"), "w") as file:
+                    file.write(before.tag)
         self._info, self._failed = (None if self._blocking else info), None
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from .._errors import MismatchError
 from .._pending import Pending
-from ._common import Store, as_store, newest, require
+from ._common import Store, as_store, load_found, require
 
 require("keras", "3.0", "keras")
 
@@ -49,8 +49,7 @@ class StoreCallback(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if (epoch + 1) % self.every:
             return
-        metrics = {name: float(value) for name, value in (logs or {}).items()}
-        metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
+        metrics = _metrics(logs or {})
         state = get_state(self.model)
         if self.blocking:
             self.store.save_checkpoint(state, epoch + 1, metrics)
@@ -85,11 +84,11 @@ def restore(store: Store, model: Any, step: int | None = None, **options: Any) -
         MismatchError: it belongs to another model or optimizer.
     """
     kept = as_store(store, options)
-    step = newest(kept) if step is None else step
-    if step is None:
+    found = load_found(kept, step)
+    if found is None:
         return 0
-    set_state(model, kept.load_checkpoint(step, "cpu"))
-    return step
+    set_state(model, found[1])
+    return found[0]
 
 
 def get_state(model: Any) -> dict[str, Any]:
@@ -126,6 +125,19 @@ def set_state(model: Any, state: dict[str, Any]) -> None:
             raise MismatchError(f"{part}: {what}")
         for entry, variable in zip(kept, variables, strict=True):
             variable.assign(_array(entry))
+
+
+def _metrics(logs: dict[str, Any]) -> dict[str, float]:
+    """Those that are one finite number: some, such as ``F1Score``, are one for each class."""
+    found: dict[str, float] = {}
+    for name, value in logs.items():
+        try:
+            number = float(value) if np.ndim(value) == 0 else np.nan
+        except (TypeError, ValueError):
+            continue
+        if np.isfinite(number):
+            found[name] = number
+    return found
 
 
 def _variables(model: Any) -> dict[str, list[Any]]:

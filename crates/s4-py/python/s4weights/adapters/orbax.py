@@ -32,10 +32,14 @@ __all__ = ["S4Handler", "S4Restore", "S4Save"]
 
 _FILE = "tree.s4w"
 
+#: Orbax's default for the process that commits.
+_PRIMARY = 0
+
 
 class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     """Keeps a PyTree in one ``.s4w`` file. Steps, retention, commits and background saves are
-    Orbax's. It requires that one process can reach all arrays, however they are sharded.
+    Orbax's. It requires that one process can reach all arrays, however they are sharded. With several
+    processes the first one writes.
 
     Args:
         options: arguments of `s4weights.save`, such as ``preset``.
@@ -46,7 +50,8 @@ class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     async def async_save(self, directory: Any, args: S4Save) -> Sequence[Any]:
         """Called by Orbax: copies the tree to the host, and writes it in the background."""
-        packed = _pack(args.item)
+        if (packed := _pack_here(args.item)) is None:
+            return []
         done = ocp.future.CommitFutureAwaitingContractedSignals(
             self._write(packed, directory), name="s4weights_save"
         )
@@ -57,7 +62,8 @@ class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     def save(self, directory: Any, args: S4Save) -> None:
         """Called by Orbax: writes a tree."""
-        save(_pack(args.item), str(directory / _FILE), **self._options)
+        if (packed := _pack_here(args.item)) is not None:
+            save(packed, str(directory / _FILE), **self._options)
 
     def restore(self, directory: Any, args: S4Restore | None = None) -> Any:
         """Called by Orbax: reads a tree.
@@ -72,15 +78,16 @@ class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 @ocp.args.register_with_handler(S4Handler, for_save=True)
 @dataclasses.dataclass
 class S4Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to save.
+    """The tree to save.
 
     Attributes:
         item: a PyTree of JAX and NumPy arrays of numbers, random keys, numbers, strings and
             ``None``.
 
     Raises:
-        UnsupportedFormatError: it has other leaves. This is said before Orbax begins to save: an error
-            in the middle leaves a thread of Orbax's behind, for which the interpreter waits at its exit.
+        UnsupportedFormatError: it has other leaves or, with several processes, arrays that need not be
+            the same in all of them. This is raised before Orbax begins to save: an error in the middle
+            leaves a thread of Orbax's behind, for which the interpreter waits at its exit.
     """
 
     item: Any
@@ -93,7 +100,7 @@ class S4Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
 @ocp.args.register_with_handler(S4Handler, for_restore=True)
 @dataclasses.dataclass
 class S4Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What to restore.
+    """The tree to restore.
 
     Attributes:
         item: a PyTree of the saved structure. Its arrays, or the ``jax.ShapeDtypeStruct`` in their
@@ -102,6 +109,11 @@ class S4Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """
 
     item: Any = None
+
+
+def _pack_here(tree: Any) -> dict[str, Any] | None:
+    """The tree, packed, in the process that writes it: all of them have the same one, and one file."""
+    return _pack(tree) if jax.process_index() == _PRIMARY else None
 
 
 def _pack(tree: Any) -> dict[str, Any]:
@@ -113,8 +125,13 @@ def _pack(tree: Any) -> dict[str, Any]:
 def _check_leaf(leaf: Any, path: Any) -> None:
     where = jax.tree_util.keystr(path)
     if isinstance(leaf, jax.Array):
-        if not leaf.is_fully_addressable:
+        what = None
+        if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
             what = "is on devices of other processes: gather it, or use Orbax's own handler"
+        elif leaf.is_fully_addressable and jax.process_count() > 1:
+            # Only that of the first process would be saved, and replace all others at a restore.
+            what = "is on devices of one process, and may differ in others: replicate it over all"
+        if what is not None:
             raise UnsupportedFormatError(f"{where} {what}")
     elif isinstance(leaf, (np.ndarray, np.generic)):
         try:
@@ -130,6 +147,9 @@ def _check_leaf(leaf: Any, path: Any) -> None:
 def _pack_leaf(leaf: Any, path: Any) -> dict[str, Any]:
     _check_leaf(leaf, path)
     if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            # Any replica will do. This is done in one process alone, so no other is to take part.
+            leaf = leaf.addressable_data(0)
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             kind = str(jax.random.key_impl(leaf))
             return {"key": to_torch(np.asarray(jax.random.key_data(leaf))), "impl": kind}
@@ -156,15 +176,20 @@ def _unpack_leaf(kept: dict[str, Any], like: Any, path: str, where: str) -> Any:
     if "plain" in kept:
         return kept["plain"]
     if "key" in kept:
-        return jax.random.wrap_key_data(
-            jnp.asarray(to_numpy(kept["key"], "uint32")), impl=kept["impl"]
-        )
-    kind = next(name for name in ("jax", "numpy", "scalar") if name in kept)
-    values = to_numpy(kept[kind], kept["dtype"])
+        data = jnp.asarray(to_numpy(kept["key"], "uint32"))
+        kind, values = "jax", jax.random.wrap_key_data(data, impl=kept["impl"])
+    else:
+        kind = next(name for name in ("jax", "numpy", "scalar") if name in kept)
+        values = to_numpy(kept[kind], kept["dtype"])
     if like is not None and hasattr(like, "shape"):
-        has, wants = (values.shape, values.dtype), (tuple(like.shape), jnp.dtype(like.dtype))
+        has, wants = ((tuple(of.shape), _dtype(of.dtype)) for of in (values, like))
         if has != wants:
             raise MismatchError(f"{where}: {path}: saved {has}, wanted {wants}")
     if kind == "jax":
         return jax.device_put(values, getattr(like, "sharding", None))
     return values if kind == "numpy" else values[()]
+
+
+def _dtype(dtype: Any) -> Any:
+    # NumPy has none for random keys.
+    return dtype if jnp.issubdtype(dtype, jax.dtypes.prng_key) else jnp.dtype(dtype)

@@ -50,6 +50,7 @@ class StoreUpload:
             "retention": given.retention,
         }
         self._stores: dict[int, CheckpointStore] = {}
+        self._steps: dict[int, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stores": {}}
@@ -62,9 +63,10 @@ class StoreUpload:
         if store is None:
             store = self._stores[rank] = _store_of(self._arguments, rank)
         with checkpoint.as_directory() as folder:
-            entry = save_folder(
-                store, folder, 1 + (store.latest() or 0), tags={"name": checkpoint_dir_name}
-            )
+            # With a runner, the store lists only durable checkpoints.
+            step = 1 + max(store.latest() or 0, self._steps.get(rank, 0))
+            entry = save_folder(store, folder, step, tags={"name": checkpoint_dir_name})
+        self._steps[rank] = step
         place = context.get_storage()
         path = f"{place.experiment_fs_path}/{checkpoint_dir_name}"
         place.storage_filesystem.create_dir(path, recursive=True)
@@ -83,7 +85,8 @@ def restored(checkpoint: Any, rank: int | None = None, **options: Any) -> Iterat
         checkpoint: from ``ray.train.get_checkpoint()``, or that of a result.
         rank: the rank of the worker that reported it; ``None``: this worker's, or 0 if this worker
             reported nothing.
-        options: arguments of `CheckpointStore`, to open the store.
+        options: arguments of `CheckpointStore`, to open the store. What a runner has not yet made
+            durable is found with its ``runner``.
 
     Raises:
         NotFoundError: Ray's checkpoint does not name one of a store, or the store does not have it.

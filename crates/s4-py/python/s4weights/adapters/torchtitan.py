@@ -114,7 +114,7 @@ class StoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
         return found if folder else max([found, *self._steps()])
 
     def _step_of(self, checkpoint_id: str) -> int | None:
-        """The step of the store that a path of the manager's stands for, if there is one."""
+        """The step of the store that one of the manager's paths refers to, if there is one."""
         steps = self._steps()
         return next((n for n in steps if self._create_checkpoint_id(n) == checkpoint_id), None)
 

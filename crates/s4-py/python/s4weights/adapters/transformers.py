@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from typing import Any
 
 from .._pending import Pending
-from ._common import Store, as_store, first_decides, newest, require
-from ._folder import restore_folder, save_folder
+from ._common import Store, as_store, first_decides, load_found, require
+from ._folder import save_folder, write_folder
 
 require("transformers", "4.46", "transformers")
 
@@ -26,6 +27,9 @@ from transformers import TrainerCallback  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 __all__ = ["StoreCallback", "restore"]
+
+#: A file in a folder that `JITCheckpointCallback` has begun to write.
+_INCOMPLETE = "checkpoint-is-incomplete.txt"
 
 
 class StoreCallback(TrainerCallback):  # type: ignore[misc]
@@ -50,9 +54,23 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self.keep_folders = keep_folders
         self._pending: Pending[Any] | None = None
         self._folder: str | None = None
+        self._saved = -1  # The step that was saved last.
+        self._found: dict[int, int] = {}  # The folders of earlier runs, and when they were written.
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Called by the trainer."""
+        """Called by the trainer.
+
+        Raises:
+            ValueError: arguments of the trainer, or a hyperparameter search, do not go with this.
+        """
+        # Its own flag may be that of the checkpoint that is resumed from.
+        if state.trial_params is not None:
+            # Neither its arguments nor its state tell the folder of a trial. One of the same name may
+            # be there from an earlier run, and one store would mix the trials.
+            raise ValueError("StoreCallback: hyperparameter search is not supported; leave it out")
+        self._saved = -1
+        if state.is_world_process_zero:
+            self._found = _folders_in(args.output_dir)
         if args.load_best_model_at_end and not self.keep_folders:
             raise ValueError("load_best_model_at_end reads a folder: set keep_folders=True")
 
@@ -60,17 +78,15 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         """Called by the trainer, on every process, when it has written a checkpoint."""
         if args.world_size > 1:
             dist.barrier()
-        if not state.is_world_process_zero:
-            return
+        if state.is_world_process_zero:
+            self._save(args, state, state.global_step)
+
+    def _save(self, args: Any, state: Any, step: int) -> None:
         self._finish()
-        folder = _folder_of(args.output_dir, state.global_step)
-        done = save_folder(
-            self.store,
-            folder,
-            state.global_step,
-            blocking=self.blocking,
-            metrics=_metrics(state),
-        )
+        folder = _folder_of(args.output_dir, step)
+        metrics = _metrics(state, step)
+        done = save_folder(self.store, folder, step, blocking=self.blocking, metrics=metrics)
+        self._saved = step
         self._folder = folder
         if self.blocking:
             self._finish()
@@ -78,7 +94,17 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             self._pending = done
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Called by the trainer: waits for the save in the background."""
+        """Called by the trainer: waits for the save in the background. A checkpoint that ``enable_jit_checkpoint``
+        saved because the process is to end is only found here: `on_save` is not called for it.
+        """
+        if getattr(args, "enable_jit_checkpoint", False):
+            if args.world_size > 1:
+                dist.barrier()
+            if state.is_world_process_zero:
+                found = _folders_in(args.output_dir)
+                new = [step for step, written in found.items() if self._found.get(step) != written]
+                if new and max(new) > self._saved:
+                    self._save(args, state, max(new))
         self._finish()
 
     def _finish(self) -> None:
@@ -117,11 +143,11 @@ def restore(
     kept = as_store(store, options)
 
     def write() -> str | None:
-        found = newest(kept) if step is None else step
+        found = load_found(kept, step)
         if found is None:
             return None
-        folder = _folder_of(output_dir, found)
-        restore_folder(kept, folder, found)
+        folder = _folder_of(output_dir, found[0])
+        write_folder(found[1], folder, f"{kept.url}: step {found[0]}")
         return folder
 
     is_first = not many or dist.get_rank() == 0
@@ -134,11 +160,25 @@ def _folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
     return os.path.join(os.fspath(output_dir), f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def _metrics(state: Any) -> dict[str, float]:
-    """What the trainer has logged for this step: losses, scores."""
+def _folders_in(output_dir: str | os.PathLike[str]) -> dict[int, int]:
+    """The steps of the whole checkpoint folders, and when each was written."""
+    found: dict[int, int] = {}
+    for name in os.listdir(output_dir) if os.path.isdir(output_dir) else ():
+        if (step := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", name, re.ASCII)) is None:
+            continue
+        folder = os.path.join(output_dir, name)
+        # Each save rewrites the state. The other file marks a folder that ``enable_jit_checkpoint`` has not finished.
+        state = os.path.join(folder, "trainer_state.json")
+        if os.path.exists(state) and not os.path.exists(os.path.join(folder, _INCOMPLETE)):
+            found[int(step.group(1))] = os.stat(state).st_mtime_ns
+    return found
+
+
+def _metrics(state: Any, step: int) -> dict[str, float]:
+    """The values that the trainer has logged for a step: losses, scores."""
     found: dict[str, float] = {}
     for logged in state.log_history:
-        if logged.get("step") == state.global_step:
+        if logged.get("step") == step:
             found.update({k: v for k, v in logged.items() if type(v) in (int, float)})
     found.pop("step", None)
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}

@@ -82,6 +82,25 @@ def fail(folder: str, how: str) -> None:
         train(folder, how, "failed")
 
 
+def export(folder: str) -> None:
+    from s4weights.adapters.deepspeed import use_s4weights
+
+    engine = engine_of()
+    use_s4weights(engine, blocking=False)
+    step(engine, 1)
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(os.path.join(folder, "export"))
+    assert Path(folder, "latest").read_text() == "global_step1"
+    assert not Path(folder, "export", "latest").exists()
+    engine.save_checkpoint(folder, tag="a", save_latest=False)
+    engine.save_checkpoint(folder, tag="b")
+    assert Path(folder, "latest").read_text() == "global_step1"
+    engine.save_checkpoint(folder, tag="c")
+    assert Path(folder, "latest").read_text() == "b"
+    step(engine, 2)
+    assert Path(folder, "latest").read_text() == "c"
+
+
 def guide(folder: str) -> None:
     os.chdir(folder)
     engine = engine_of()
@@ -123,6 +142,10 @@ def test_a_killed_run_resumes_to_the_same_bits(
 def test_what_fails_in_one_rank_fails_in_all(how: str, tmp_path: Path) -> None:
     assert run_ranks(2, "test_deepspeed", "fail", str(tmp_path), how) == [0, 0]
     assert (tmp_path / "latest").read_text() == "global_step2"
+
+
+def test_a_save_before_the_boundary_writes_latest_as_well(tmp_path: Path) -> None:
+    assert run_ranks(1, "test_deepspeed", "export", str(tmp_path)) == [0]
 
 
 def test_the_guide(tmp_path: Path) -> None:

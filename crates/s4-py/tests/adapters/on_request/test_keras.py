@@ -68,6 +68,25 @@ def train(folder: str, how: str, die_at: str) -> None:
         restore(folder, keras.Sequential([keras.layers.Input((16,)), keras.layers.Dense(3)]))
 
 
+def odd_metrics(folder: str) -> None:
+    os.environ["KERAS_BACKEND"] = "torch"
+    import keras
+    import numpy as np
+
+    from s4weights.adapters.keras import StoreCallback
+
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse", metrics=[keras.metrics.F1Score()])
+    x = np.ones((6, 4), "float32")
+    y = np.eye(3, dtype="float32")[[0, 1, 2, 0, 1, 2]]
+    callback = StoreCallback(folder)
+    model.fit(x, y, 6, 1, verbose=0, callbacks=[callback])
+    logs = {"ragged": [[1], [2, 3]], "text": "x", "nan": np.nan, "scalar": np.float32(2), "int": 3}
+    callback.on_epoch_end(1, logs)
+    first, second = s4weights.CheckpointStore(folder).list()
+    assert {*first.metrics} == {"loss"} and second.metrics == {"scalar": 2.0, "int": 3.0}
+
+
 def guide(folder: str) -> None:
     os.chdir(folder)
     os.environ["KERAS_BACKEND"] = "torch"
@@ -94,6 +113,10 @@ def test_a_killed_run_resumes_to_the_same_bits(how: str, tmp_path: Path) -> None
             assert_identical(a["value"], b["value"])
     entry = s4weights.CheckpointStore(killed).latest_entry()
     assert entry is not None and {"loss", "mae"} <= entry.metrics.keys()
+
+
+def test_metrics_that_are_not_one_number(tmp_path: Path) -> None:
+    assert run_ranks(1, "test_keras", "odd_metrics", str(tmp_path)) == [0]
 
 
 def test_the_guide(tmp_path: Path) -> None:

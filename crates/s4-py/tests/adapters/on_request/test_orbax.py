@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import signal
@@ -91,6 +92,7 @@ def details(folder: str) -> None:
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     state = update(first_state())
     state["params"]["w"] = jax.device_put(state["params"]["w"], split)
+    state["random"] = jax.device_put(jax.random.split(state["random"], 4), split)
     manager = manager_of(folder, True)
     manager.save(1, args=S4Save(state))
     manager.wait_until_finished()
@@ -104,10 +106,19 @@ def details(folder: str) -> None:
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
     assert len(there["params"]["w"].sharding.device_set) == 2
+    assert len(there["random"].sharding.device_set) == 2
     flat = manager.restore(1, args=S4Restore())
     assert flat["['params']['w']"].dtype == jnp.bfloat16 and flat["['step']"] == 1
-    for wrong in ({"x": 1}, {**state, "few": jnp.zeros(3)}):
-        with pytest.raises(s4weights.MismatchError, match=r"few|not saved"):
+    random = jax.random
+    for wrong in (
+        {"x": 1},
+        {**state, "few": jnp.zeros(3)},
+        {**state, "few": random.key(7)},
+        {**state, "random": random.split(random.key(7))},
+        {**state, "random": random.key(7, impl="rbg")},
+        {**state, "random": jnp.zeros(2, jnp.uint32)},
+    ):
+        with pytest.raises(s4weights.MismatchError, match=r"few|random|not saved"):
             manager.restore(1, args=S4Restore(wrong))
     with pytest.raises(s4weights.UnsupportedFormatError, match=r"\['x'\]: object"):
         manager.save(2, args=S4Save({"x": object()}))
@@ -119,6 +130,43 @@ def abstract(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def several(folder: str) -> None:
+    """With several processes the first one writes, and no process's own arrays are lost."""
+    from types import SimpleNamespace
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from s4weights.adapters import orbax as adapter
+    from s4weights.adapters.orbax import S4Handler, S4Save
+
+    class Shared(jax.Array):
+        """Stands for an array that is replicated over processes."""
+
+        is_fully_addressable, is_fully_replicated = False, True
+        dtype = jnp.dtype("float32")
+
+        def addressable_data(self, index: int) -> Any:
+            return jnp.arange(3.0)
+
+    Shared.__abstractmethods__ = frozenset()
+    state = {"w": Shared(), "step": 7, "seen": np.zeros(2)}
+    at = SimpleNamespace(process=1)
+    jax.process_index, jax.process_count = lambda *_: at.process, lambda *_: 2
+    file = Path(folder, "tree.s4w")
+    handler = S4Handler()
+    adapter._check_leaf(Shared(), ())
+    handler.save(Path(folder), S4Save(dict(state)))
+    assert asyncio.run(handler.async_save(Path(folder), S4Save(dict(state)))) == []
+    assert not file.exists()
+    at.process = 0
+    handler.save(Path(folder), S4Save(dict(state)))
+    assert s4weights.load(file)["['w']"]["jax"].tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(s4weights.UnsupportedFormatError, match=r"\['x'\] is on devices of one"):
+        S4Save({"x": jnp.zeros(3)})
 
 
 def guide(folder: str) -> None:
@@ -140,6 +188,10 @@ def test_a_killed_run_resumes_to_the_same_bits(how: str, tmp_path: Path) -> None
 
 def test_every_kind_of_leaf(tmp_path: Path) -> None:
     assert run_ranks(1, "test_orbax", "details", str(tmp_path)) == [0]
+
+
+def test_with_several_processes_the_first_one_writes(tmp_path: Path) -> None:
+    assert run_ranks(1, "test_orbax", "several", str(tmp_path)) == [0]
 
 
 def test_the_guide(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ fn store_symbols(halves: &[[__m512i; VECTORS]; 2], block: &mut [u8; BLOCK]) {
     }
 }
 
-/// A bit for each symbol of a block that stands for an escape.
+/// A bit for each symbol of a block that marks an escape.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn escaped(block: &[u8; BLOCK], contexts: &[u8; BLOCK], escapes: &Escapes) -> [u64; 4] {

@@ -20,7 +20,7 @@ const MOST_BLOCK: usize = 2 * LANES * (RUN + RUN / 2);
 /// Codes that are looked up in registers, including that of the escape.
 const CODES: usize = 64;
 
-/// What the encoder looks up.
+/// The encoder's look-up tables.
 pub(in crate::rans) struct Encoder {
     /// The code of each symbol: 0 if the table lacks it, otherwise its position in the table,
     /// counted from 1, or from 0 if the table lacks none.
@@ -44,7 +44,7 @@ struct SegmentEncoder<'a, 'b> {
     states: [u32; LANES],
     /// Blocks that are not encoded yet: the first ones of the segment.
     blocks: usize,
-    /// Where the words written so far begin.
+    /// Start of the words written so far.
     at: usize,
 }
 

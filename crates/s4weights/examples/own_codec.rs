@@ -1,12 +1,18 @@
 //! A custom codec: run lengths, under an id for private experiments.
 //!
 //! [`Runs`] is all that an embedder writes: a bitstream, its encoder and its decoder. The
-//! conformance suite checks it against the contract, and a registry makes it known to an engine
-//! (`s4_engine::CpuEngine::with_codecs`).
+//! conformance suite checks it against the contract, and options make it known to writers, readers
+//! and stores.
 
-use s4_codec_cpu::testing::{Side, conformance};
-use s4_codec_cpu::{Codec, Context, Encoded, Simd, Symbols, Workspace, open_codecs};
-use s4_format::{CodecId, Error, Result};
+use std::sync::Arc;
+
+use s4weights::codec::testing::{StreamSetup, conformance};
+use s4weights::codec::{Codec, Codecs, Context, Encoded, Symbols, Workspace};
+use s4weights::format::{CodecId, Error, Result};
+use s4weights::{
+    DType, OwnCodecs, PlaneCoding, ReadOptions, Reader, TensorPlan, TensorSource, TensorValues,
+    WriteOptions, Writer,
+};
 
 /// 240 and above are never assigned by the format: no other reader decodes them.
 const RUNS: CodecId = CodecId(240);
@@ -69,24 +75,41 @@ impl Codec for Runs {
     }
 }
 
-fn main() -> Result<()> {
-    // Round trips, small destinations, flipped and missing bytes: panics if the contract is broken.
-    conformance(&Runs, Side::of(0), |_| true);
+/// Bytes are planes of their own: all of them may be runs.
+fn choose(tensor: &TensorValues<'_>, plan: &mut TensorPlan) {
+    if tensor.dtype == DType::UInt8 {
+        plan.code(0, PlaneCoding::new(RUNS, 0));
+    }
+}
 
-    let codecs = open_codecs(Simd::detect()).with(Runs);
-    let plane = [[7; 300].as_slice(), &[9; 20]].concat();
-    let codec = codecs.get(RUNS)?;
-    let (ctx, mut work) = (Context::default(), Workspace::default());
-    let mut stream = vec![0; codec.bound(ctx.param, plane.len())];
-    let encoded = codec.encode(&Symbols::new(&plane, ctx), &mut stream, &mut work)?;
-    let mut back = vec![0; plane.len()];
-    codec.decode(ctx, &stream[..encoded.len], &mut back, &mut work)?;
-    assert!(back == plane);
-    println!("{} bytes became {}", plane.len(), encoded.len);
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+    // Round trips, small destinations, flipped and missing bytes: panics if the contract is broken.
+    conformance(&Runs, StreamSetup::of(0), |_| true);
+
+    let codecs = Codecs::empty().with(Runs);
+    let own = OwnCodecs { codecs: codecs.clone(), choose: Some(Arc::new(choose)) };
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("masks.s4w");
+    let masks: Vec<u8> = (0..100_000u32).map(|i| (i / 3000 % 2) as u8).collect();
+
+    let mut writer =
+        Writer::create(path.as_path().into(), WriteOptions { own, ..Default::default() })?;
+    writer.write(&[TensorSource::new("masks", DType::UInt8, &[100, 1000], &masks)])?;
+    let report = writer.finish(Default::default())?;
+    println!("{} bytes became {}", report.bytes_in, report.bytes_out);
+
+    let options = ReadOptions { codecs, ..Default::default() };
+    let reader = Reader::open(path.as_path().into(), options)?;
+    assert!(reader.read("masks")? == masks);
+
+    // Other readers say what they lack.
+    let stranger = Reader::open(path.as_path().into(), Default::default())?;
+    let refused = stranger.read("masks").err().ok_or("it has no such codec")?;
+    assert!(refused.to_string().contains("codec 240 is one of the program"), "{refused}");
     Ok(())
 }
 
 #[test]
-fn it_runs() -> Result<()> {
+fn it_runs() -> std::result::Result<(), Box<dyn std::error::Error>> {
     main()
 }

@@ -1,0 +1,203 @@
+//! Processes that write in turn to a store for one writer at a time, on a server that ignores
+//! conditions, with faults, deaths, pauses, and requests that take effect late. A seed determines
+//! everything: `S4_SIM_SEED=n` repeats one, `S4_SIM_SEEDS=n` runs that many.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use s4_store::testing::{
+    Fault, FaultStore, Liar, Lie, OpKind, Random, SeededIds, quick_options, toy,
+};
+use s4_store::{
+    CheckOptions, CheckpointId, CommitUnknown, Error, Place, Resolution, Store, StoreOptions,
+    Writers,
+};
+
+use crate::simulations;
+
+/// How long a request may be on its way, and a process stopped: together less than between the time for
+/// which a holder relies on its lease and the time after which it is dead.
+const LATE: Duration = Duration::from_secs(10);
+const STOP: Duration = Duration::from_secs(4);
+
+#[derive(Default)]
+struct Model {
+    contents: BTreeMap<CheckpointId, Vec<u8>>,
+    /// Acknowledged as listed.
+    listed: BTreeSet<CheckpointId>,
+    /// Found not to be in the log, which is final.
+    never: BTreeSet<CheckpointId>,
+    unknown: Vec<CommitUnknown>,
+}
+
+type Shared = Arc<Mutex<Model>>;
+
+fn options(seed: u64, who: u64) -> StoreOptions {
+    let ids = Arc::new(SeededIds::new(seed * 4096 + who));
+    StoreOptions { ids, writers: Writers::Single, ..quick_options() }
+}
+
+async fn save(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
+    let content: Vec<u8> = (0..20).map(|_| random.bits() as u8).collect();
+    let newest = store.latest().await?.filter(|_| random.one_in(2));
+    let base = newest.map(|c| (c.reference(), model.lock().unwrap().contents[&c.id()].clone()));
+    let parent = base.as_ref().map(|(reference, base)| (*reference, &base[..]));
+    let staged = toy::stage(store, random.below(1000), parent, &content).await?;
+    let id = staged.id();
+    model.lock().unwrap().contents.insert(id, content);
+    staged.publish().await?;
+    model.lock().unwrap().listed.insert(id);
+    Ok(())
+}
+
+async fn resolve(store: &Store, model: &Shared) -> Result<(), Error> {
+    let Some(unknown) = model.lock().unwrap().unknown.pop() else { return Ok(()) };
+    match store.resolve(&unknown).await {
+        Ok(Resolution::Committed(_)) => model.lock().unwrap().listed.extend(unknown.checkpoint),
+        // Another process may have sent it, so a late arrival undoes this answer.
+        Ok(Resolution::Lost) => {}
+        Err(error) => {
+            model.lock().unwrap().unknown.push(unknown);
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+async fn process(place: Place, model: Shared, seed: u64, who: u64) {
+    let mut random = Random::new(seed << 8 | who);
+    for life in 0..3 {
+        tokio::time::sleep(Duration::from_millis(random.below(100_000))).await;
+        let Ok(store) = Store::open(&place, options(seed, who * 64 + life)).await else { continue };
+        for _ in 0..6 {
+            let (what, dies, stops) = (random.below(8), random.one_in(8), random.one_in(8));
+            let after = Duration::from_millis(random.below(300));
+            let length = Duration::from_millis(random.below(STOP.as_millis() as u64));
+            let acting = &mut random;
+            let operation = async {
+                match what {
+                    0..5 => save(&store, &model, acting).await,
+                    5 => resolve(&store, &model).await,
+                    6 => store.release().await,
+                    _ => store.list().await.map(drop),
+                }
+            };
+            let done = {
+                let mut operation = Box::pin(operation);
+                match tokio::time::timeout(after, &mut operation).await {
+                    Ok(done) => done,
+                    Err(_) if dies => break,
+                    Err(_) => {
+                        if stops {
+                            tokio::time::sleep(length).await;
+                        }
+                        operation.await
+                    }
+                }
+            };
+            match done {
+                Ok(()) => {}
+                Err(Error::CommitUnknown(unknown)) => model.lock().unwrap().unknown.push(*unknown),
+                Err(
+                    Error::Locked { .. }
+                    | Error::LeaseLost { .. }
+                    | Error::Storage { .. }
+                    | Error::Deadline { .. }
+                    | Error::Refused(_)
+                    | Error::Conflict(_)
+                    | Error::Corrupt { .. }
+                    | Error::Missing { .. },
+                ) => {}
+                Err(other) => panic!("unexpected: {other:?}"),
+            }
+            if random.one_in(3) {
+                tokio::time::sleep(Duration::from_millis(random.below(100_000))).await;
+            }
+        }
+        if random.one_in(2) {
+            // What cannot be given back expires.
+            drop(store.release().await);
+        }
+    }
+}
+
+async fn simulate(seed: u64) -> usize {
+    let clock = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
+    clock.set_delays(seed);
+    let server = Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition));
+    let connection = |who: u64| {
+        let faults = FaultStore::new(Arc::clone(&server) as _);
+        faults.set_lateness(seed ^ who, LATE);
+        faults.outlive_callers();
+        let place = Place::objects(Arc::new(faults.clone()), Path::from("one"));
+        (faults, place)
+    };
+    let (_, calm) = connection(99);
+    let store = Store::create(&calm, options(seed, 4000)).await.unwrap();
+    store.release().await.unwrap();
+    let model = Shared::default();
+    let mut random = Random::new(seed);
+    let rate = 5 + random.below(30);
+    let processes: Vec<_> = (0..1 + random.below(4))
+        .map(|who| {
+            let (faults, place) = connection(who);
+            let mut random = Random::new(seed << 16 | who);
+            let mut outage = 0;
+            faults.set_plan(move |op| {
+                // Sometimes many requests in a row fail, so that the outcome of a commit is unknown.
+                if outage == 0 && random.one_in(40) {
+                    outage = random.below(60);
+                }
+                outage = u64::saturating_sub(outage, 1);
+                let fault = match random.below(5) {
+                    0 => Fault::Before,
+                    1 => Fault::After,
+                    2 if op.kind == OpKind::Get => Fault::Short,
+                    _ => Fault::Late,
+                };
+                (outage > 0 || random.one_in(rate)).then_some(fault)
+            });
+            tokio::spawn(process(place, Arc::clone(&model), seed, who))
+        })
+        .collect();
+    for process in processes {
+        process.await.unwrap();
+    }
+    tokio::time::sleep(LATE).await;
+    let store = Store::open(&calm, options(seed, 4001)).await.unwrap();
+    let unknown = std::mem::take(&mut model.lock().unwrap().unknown);
+    for unknown in &unknown {
+        match store.resolve(unknown).await.unwrap() {
+            Resolution::Committed(_) => model.lock().unwrap().listed.extend(unknown.checkpoint),
+            Resolution::Lost => model.lock().unwrap().never.extend(unknown.checkpoint),
+        }
+    }
+    let all = CheckOptions { read_data: true, ..CheckOptions::default() };
+    let report = store.check(&all, None).await.unwrap();
+    assert!(report.is_clean() && report.void.is_empty(), "{report:?}");
+    let state = store.state().await.unwrap();
+    let model = std::mem::take(&mut *model.lock().unwrap());
+    for id in &model.listed {
+        assert!(state.get(*id).is_some(), "{id} was acknowledged and is lost");
+    }
+    for id in &model.never {
+        assert!(state.get(*id).is_none(), "{id} was lost and is listed");
+    }
+    let acknowledged = model.listed.len();
+    for checkpoint in state.list() {
+        let chain = toy::chain(&state, checkpoint).unwrap();
+        assert_eq!(toy::restore(&store, &chain).await.unwrap(), model.contents[&checkpoint.id()]);
+    }
+    acknowledged
+}
+
+#[test]
+fn writers_in_turn_against_a_model() {
+    let runs = simulations(100, simulate);
+    let (acknowledged, count) = (runs.iter().sum::<usize>(), runs.len());
+    println!("{count} seeds: {acknowledged} acknowledged saves");
+    assert!(acknowledged > count, "the simulation does nothing");
+}
