@@ -98,13 +98,19 @@ fn wait(child: &mut Child, ends: &dyn Fn() -> bool) -> io::Result<Option<ExitSta
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::fs::PermissionsExt;
+
+    /// Writes a program. A process of its own does it: while a test that runs beside starts a process, that process has
+    /// a copy of each descriptor of this one, and nothing can be run that is open for writing ("text file busy").
+    fn write_program(path: &Path, script: &str) {
+        let write = "printf '#!/bin/sh\n%s\n' \"$1\" > \"$0\" && chmod 755 \"$0\"";
+        let written = Command::new("sh").args(["-c", write]).arg(path).arg(script).status();
+        assert!(written.unwrap().success());
+    }
 
     fn outcome(script: &str) -> Result<(), Unconverted> {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("convert");
-        fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        write_program(&program, script);
         run((&program, Some(3)), Path::new("a b"), Path::new("c"), &|| false)
     }
 
@@ -138,8 +144,7 @@ mod tests {
     fn it_ends_with_the_service() {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("convert");
-        fs::write(&program, "#!/bin/sh\nexec sleep 100\n").unwrap();
-        fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).unwrap();
+        write_program(&program, "exec sleep 100");
         let ended = run((&program, None), Path::new("a"), Path::new("b"), &|| true);
         assert!(matches!(ended, Err(Unconverted::Later(_))));
     }

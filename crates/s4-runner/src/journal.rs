@@ -6,10 +6,11 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Access, FlockOperation};
+use rustix::fs::Access;
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
+use crate::lock::FolderLock;
 use crate::record::Record;
 
 /// The most bytes of a record.
@@ -26,7 +27,7 @@ pub(crate) struct Journal {
     /// A file with the name of the store.
     store: PathBuf,
     known: KnownStore,
-    _lock: File,
+    _lock: FolderLock,
 }
 
 /// A record that cannot be read; its file was put aside.
@@ -46,7 +47,7 @@ impl Journal {
     /// [`Error::Locked`] if another process uses it; [`Error::Io`].
     pub(crate) fn open(state_dir: &Path) -> Result<(Self, Vec<Record>, Vec<Damaged>)> {
         make_folder(state_dir, 0o750)?;
-        let lock = lock(state_dir)?;
+        let lock = FolderLock::take(state_dir)?;
         let (folder, reserve) = (state_dir.join("journal"), state_dir.join("reserve"));
         let (store, known) = (state_dir.join("store"), KnownStore(state_dir.join("store-id")));
         let journal = Self { folder, reserve, store, known, _lock: lock };
@@ -274,20 +275,6 @@ fn read_record(path: &Path) -> std::result::Result<Record, String> {
         (1, false) => Err("it is the record of another submission".into()),
         (v, _) => Err(format!("version {v}, this program knows 1")),
     }
-}
-
-/// Locks a folder for this process, until the returned file is closed.
-///
-/// # Errors
-/// [`Error::Locked`] if another process has it; [`Error::Io`].
-pub(crate) fn lock(folder: &Path) -> Result<File> {
-    let path = folder.join("lock");
-    let mut open = OpenOptions::new();
-    let lock = open.create(true).truncate(false).write(true).mode(0o600).open(&path);
-    let lock = lock.map_err(|e| Error::io("open", &path, e))?;
-    rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
-        .map_err(|_| Error::Locked(folder.display().to_string()))?;
-    Ok(lock)
 }
 
 /// Creates a folder, unless it exists.

@@ -23,6 +23,7 @@ mod http;
 mod imds;
 mod interruption;
 mod journal;
+mod lock;
 mod memory;
 mod metrics;
 mod notify;

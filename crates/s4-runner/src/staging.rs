@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
-use crate::journal::{free, lock, make_folder, sync_folder};
+use crate::journal::{free, make_folder, sync_folder};
+use crate::lock::FolderLock;
 
 /// How long files stay that nobody submitted, and (below) restored ones that nobody fetched.
 const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
@@ -26,7 +27,7 @@ pub(crate) struct Staging {
     root: PathBuf,
     unclaimed: Arc<Mutex<HashMap<PathBuf, Unclaimed>>>,
     /// Keeps other processes out of these folders.
-    _lock: Arc<File>,
+    _lock: Arc<FolderLock>,
 }
 
 /// A file that nobody has submitted or fetched yet.
@@ -65,7 +66,7 @@ impl Staging {
     /// [`Error::Io`].
     pub(crate) fn open(root: &Path) -> Result<Self> {
         make_folder(root, 0o750)?;
-        let lock = Arc::new(lock(root)?);
+        let lock = Arc::new(FolderLock::take(root)?);
         let staging = Self { root: root.to_path_buf(), unclaimed: Arc::default(), _lock: lock };
         for (folder, mode) in
             [(staging.incoming(), 0o3770), (staging.queue(), 0o700), (staging.restored(), 0o2770)]
