@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use s4_format::index::chunk_count;
 use s4_format::side::{Side, SideKind};
-use s4_format::{ChunkRecord, DType, Error, Plan, PredictorId, Result};
+use s4_format::{ChunkRecord, ContextsId, DType, Error, Plan, Result};
 
 use s4_predict::Step;
 use s4_predict::update::{Update, float_bits};
@@ -37,26 +37,52 @@ pub fn may_use_moments(preset: Preset, weight: DType, moments: &[DType]) -> bool
     allowed(preset).update && floats && bytes <= MOST_READ * weight.value_width()
 }
 
+/// The use that a plan makes of its tensor's moments, with the parameters in the tensor's side data.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum MomentUse {
+    /// The prediction is the optimizer's step.
+    Step(Step),
+    /// Contexts and signs are derived from them.
+    Contexts(Update),
+}
+
+impl MomentUse {
+    /// Reads side data; `None` if the plan uses no moments.
+    ///
+    /// # Errors
+    /// `Corrupt` if it is not valid, or the plan lists more or fewer moments than it says.
+    pub(crate) fn of(plan: &Plan, side: &Side) -> Result<Option<Self>> {
+        if !plan.has_moments() {
+            return Ok(None);
+        }
+        let by = match plan.contexts {
+            ContextsId::UPDATE => Self::Contexts(Update::parse(side.get(SideKind::CONTEXTS))?),
+            _ => Self::Step(Step::parse(side.get(SideKind::STEP))?),
+        };
+        if plan.moments().len() != 1 + usize::from(by.dtypes().1.is_some()) {
+            return Err(Error::corrupt(
+                "a plan with more or fewer moments than its side data says",
+            ));
+        }
+        Ok(Some(by))
+    }
+
+    /// The dtype of the first moment, and of the second if there is one.
+    pub(crate) fn dtypes(&self) -> (DType, Option<DType>) {
+        match self {
+            Self::Step(step) => (step.first, step.second),
+            Self::Contexts(update) => (update.first, update.second),
+        }
+    }
+}
+
 /// The dtypes of the moments that a tensor's predictions or contexts are derived from, by its side data: of the first,
-/// and of the second if there is one. The plan lists as many.
+/// and of the second if there is one. The plan lists as many. `None` if the plan uses no moments.
 ///
 /// # Errors
 /// `Corrupt` if the side data does not say, or the plan lists others.
-pub fn moment_dtypes(plan: &Plan, side: &Side) -> Result<(DType, Option<DType>)> {
-    let (first, second) = match plan.predictor {
-        PredictorId::STEP => {
-            let step = Step::parse(side.get(SideKind::STEP))?;
-            (step.first, step.second)
-        }
-        _ => {
-            let update = Update::parse(side.get(SideKind::CONTEXTS))?;
-            (update.first, update.second)
-        }
-    };
-    if plan.moments().len() != 1 + usize::from(second.is_some()) {
-        return Err(Error::corrupt("a plan with more or fewer moments than its side data says"));
-    }
-    Ok((first, second))
+pub fn moment_dtypes(plan: &Plan, side: &Side) -> Result<Option<(DType, Option<DType>)>> {
+    Ok(MomentUse::of(plan, side)?.map(|by| by.dtypes()))
 }
 
 /// Whole chunks of a moment that cover some of its values, with the checksum of each as it was stored.
@@ -181,7 +207,7 @@ mod tests {
             let plan = Plan::step(LayoutId::BYTES, Digest::of(b"parent"), 3, &[4, 5][..listed]);
             let found = moment_dtypes(&plan, &side);
             match fits {
-                true => assert_eq!(found, Ok((first, second))),
+                true => assert_eq!(found, Ok(Some((first, second)))),
                 false => assert!(matches!(found, Err(Error::Corrupt { .. })), "{listed}"),
             }
         }

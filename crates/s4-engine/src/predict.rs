@@ -3,13 +3,12 @@
 
 use s4_delta::Residual;
 use s4_format::limits::MAX_INPUTS;
-use s4_format::side::SideKind;
-use s4_format::{ContextsId, DType, Error, LayoutId, Plan, Result};
+use s4_format::{ContextsId, Error, LayoutId, Plan, Result};
 use s4_planes::{Kernels, Width};
-use s4_predict::{ContextModel, Exponents, Known, Predict, Predicted, Tensor, Update, Updates};
+use s4_predict::{ContextModel, Exponents, Known, Predict, Predicted, Tensor, Updates};
 
 use crate::CpuEngine;
-use crate::moments::moment_dtypes;
+use crate::moments::MomentUse;
 use crate::once::{self, PIECE};
 use crate::scratch::{sized, width_of};
 
@@ -33,10 +32,8 @@ pub(crate) struct Prediction<'a> {
     residual: Residual,
     width: Width,
     contexts: &'a dyn ContextModel,
-    /// With contexts `update`: how they are derived from the moments.
-    update: Option<Update>,
-    /// The dtypes of the moments, if the plan's inputs after the first are moments.
-    moments: Option<(DType, Option<DType>)>,
+    /// The use of the moments, if the plan's inputs after the first are moments.
+    moments: Option<MomentUse>,
 }
 
 impl CpuEngine {
@@ -64,14 +61,7 @@ impl CpuEngine {
             ContextsId::UPDATE => &Updates,
             _ => predictor.contexts(),
         };
-        let update = match plan.contexts {
-            ContextsId::UPDATE => Some(Update::parse(tensor.side.get(SideKind::CONTEXTS))?),
-            _ => None,
-        };
-        let moments = match plan.has_moments() {
-            true => Some(moment_dtypes(plan, tensor.side)?),
-            false => None,
-        };
+        let moments = MomentUse::of(plan, tensor.side)?;
         Ok(Some(Prediction {
             kernels,
             predictor,
@@ -80,7 +70,6 @@ impl CpuEngine {
             residual,
             width,
             contexts,
-            update,
             moments,
         }))
     }
@@ -89,7 +78,7 @@ impl CpuEngine {
 impl Prediction<'_> {
     /// Checks that there are as many inputs as the predictor needs, each of `len` bytes.
     fn check(&self, len: usize, inputs: impl ExactSizeIterator<Item = usize>) -> Result<()> {
-        let needed = match self.moments {
+        let needed = match self.moments.map(|moments| moments.dtypes()) {
             Some((_, second)) => 2 + usize::from(second.is_some()),
             None => self.predictor.inputs().len(),
         };
@@ -107,7 +96,7 @@ impl Prediction<'_> {
 
     /// Bytes of an input that belong to `len` bytes of whole values.
     fn scaled(&self, input: usize, len: usize) -> usize {
-        match (input, self.moments) {
+        match (input, self.moments.map(|moments| moments.dtypes())) {
             (1.., Some((first, second))) => {
                 let dtype = if input == 1 { first } else { second.unwrap_or(first) };
                 len / self.width.bytes() * dtype.value_width()
@@ -121,8 +110,8 @@ impl Prediction<'_> {
 
     /// Negates residuals where the first moment is positive. `inputs` are those of the same values.
     fn turn(&self, inputs: &[&[u8]], residuals: &mut [u8]) -> Result<()> {
-        match (self.residual, self.update, inputs) {
-            (Residual::Descent, Some(update), [_, first, ..]) => {
+        match (self.residual, self.moments, inputs) {
+            (Residual::Descent, Some(MomentUse::Contexts(update)), [_, first, ..]) => {
                 update.turn(self.kernels, self.width, residuals, first)
             }
             (Residual::Descent, ..) => Err(Error::corrupt("residual `descent` without moments")),
@@ -246,7 +235,7 @@ impl Prediction<'_> {
 
     /// Whether contexts are derived from moments.
     pub(crate) fn has_update_contexts(&self) -> bool {
-        self.update.is_some()
+        matches!(self.moments, Some(MomentUse::Contexts(_)))
     }
 
     /// Whether the symbols of a plane are coded with several tables.

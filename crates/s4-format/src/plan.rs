@@ -4,6 +4,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::bounded;
 use crate::digest::Digest;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::id::{ContextsId, LayoutId, PredictorId, ResidualId};
 use crate::limits::MAX_DEPENDENCY_DEPTH;
@@ -138,6 +139,30 @@ impl Plan {
     pub fn own_input(&self) -> Option<u32> {
         let input = self.inputs.first().filter(|input| input.manifest.is_none())?;
         Some(input.tensor)
+    }
+
+    /// The dtype that the tensor of [`Plan::own_input`] must have for the values of a tensor of `dtype` to be copies of its
+    /// values; `None` if the plan does not copy another tensor's values, or not to this dtype.
+    pub fn copied_dtype(&self, dtype: DType) -> Option<DType> {
+        match self.predictor {
+            PredictorId::SAME => Some(dtype),
+            PredictorId::CAST => (dtype.value_width() == 2).then_some(DType::Float32),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the first input for each byte of the tensor; 0 if there is no input.
+    pub fn input_scale(&self) -> u64 {
+        match self.predictor {
+            PredictorId::PARENT | PredictorId::BLEND | PredictorId::STEP | PredictorId::SAME => 1,
+            PredictorId::CAST => 2,
+            _ => 0,
+        }
+    }
+
+    /// Whether values are predicted from offsets of rows and columns.
+    pub fn has_offsets(&self) -> bool {
+        matches!(self.predictor, PredictorId::RANK1 | PredictorId::BLEND)
     }
 
     /// The tensors of the same checkpoint that predictor `step` or contexts `update` are computed from: the first

@@ -9,7 +9,7 @@ use s4_engine::{Expected, expected_of, moment_dtypes};
 use s4_format::index::TensorKind;
 use s4_format::limits::CHUNK_LOG2;
 use s4_format::side::Side;
-use s4_format::{DType, Digest, PredictorId};
+use s4_format::{DType, Digest};
 
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::fetch::Want;
@@ -130,18 +130,21 @@ impl Reader {
     /// The numbers of the tensors of this checkpoint that decoding a tensor needs: the original of
     /// a copy, or the moments. All have as many values as the tensor.
     pub(crate) fn own_inputs(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
-        match self.plan(tensor).has_moments() {
-            true => self.moments(tensor, side),
-            false => Ok(self.own_input(tensor)?.into_iter().collect()),
+        let dtypes = moment_dtypes(self.plan(tensor), side);
+        match dtypes.map_err(|e| e.in_tensor(self.label(tensor))).at(&self.name)? {
+            Some(dtypes) => self.moments(tensor, dtypes),
+            None => Ok(self.own_input(tensor)?.into_iter().collect()),
         }
     }
 
     /// The moments of a tensor: they must have the dtypes that its side data says, and need
     /// no other tensors themselves.
-    fn moments(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
+    fn moments(
+        &self,
+        tensor: usize,
+        (first, second): (DType, Option<DType>),
+    ) -> Result<Vec<usize>> {
         let (values, plan) = (self.tensors[tensor].values().at(&self.name)?, self.plan(tensor));
-        let dtypes = moment_dtypes(plan, side).map_err(|e| e.in_tensor(self.label(tensor)));
-        let (first, second) = dtypes.at(&self.name)?;
         let numbers = plan.moments().iter().map(|input| input.tensor);
         for (number, dtype) in numbers.clone().zip(iter::once(first).chain(second)) {
             let moment = self.tensors[..self.named()].get(number as usize);
@@ -167,15 +170,11 @@ impl Reader {
         let Some(number) = plan.own_input() else { return Ok(None) };
         let input = self.tensors[..self.named()].get(number as usize);
         let bytes = t.bytes().at(&self.name)?;
+        let (dtype, all) = (plan.copied_dtype(t.dtype), bytes * plan.input_scale());
         let fits = |input: &s4_format::index::Tensor| {
-            let (dtype, all) = match plan.predictor {
-                PredictorId::SAME => (t.dtype, bytes),
-                _ => (DType::Float32, 2 * bytes),
-            };
-            input.dtype == dtype && input.bytes().is_ok_and(|b| b == all)
+            Some(input.dtype) == dtype && input.bytes().is_ok_and(|b| b == all)
         };
-        let may_be = plan.predictor == PredictorId::SAME || t.dtype.value_width() == 2;
-        if may_be && input.is_some_and(fits) {
+        if input.is_some_and(fits) {
             return Ok(Some(number as usize));
         }
         let what = format!("it is not a copy of tensor {number}");
@@ -336,8 +335,7 @@ impl Parent for Reader {
         let number = tensor as usize;
         let Some(t) = self.tensors.get(number) else { return Ok(None) };
         let plan = self.plan(number);
-        let by_offsets = matches!(plan.predictor, PredictorId::RANK1 | PredictorId::BLEND);
-        if !by_offsets || !matches!(t.kind, TensorKind::Chunks { .. }) {
+        if !plan.has_offsets() || !matches!(t.kind, TensorKind::Chunks { .. }) {
             return Ok(None);
         }
         let above = match self.input(number) {

@@ -299,9 +299,8 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         let (first, cols) = position(spec.dtype, spec.shape, spec.chunk_log2, job.chunk);
         let about = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
         // A plain chunk is predicted from nothing.
-        let predictor = spec.plan.predictor;
         let rows = match chunk.plain {
-            0 => Rows::of(predictor, &about, (first, chunk.n.into())),
+            0 => Rows::of(spec.plan, &about, (first, chunk.n.into())),
             _ => Ok(None),
         };
         let Ok(rows) = rows else { return Ok(false) };

@@ -20,7 +20,7 @@ use inputs::{Decoding, open_inputs};
 
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces};
-use super::route::{PlanFields, codings, encode_route, largest_coded, position, scale};
+use super::route::{PlanFields, codings, encode_route, largest_coded, position};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session, Sizes};
 use super::{Counters, Host};
@@ -114,7 +114,7 @@ impl<'a> EncodeQueue<'a> {
             bytes,
             fixed: t.values.memory().is_some_and(|m| m.is_fixed()),
             route: encode_route(plan, bytes / width as u64, t.dtype),
-            scale: scale(&plan.plan),
+            scale: plan.plan.input_scale(),
             own_input: plan_has_own_input(plan),
             moments_count: plan.plan.moments().len(),
             ..Member::default()
@@ -133,7 +133,7 @@ impl<'a> EncodeQueue<'a> {
         let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
         let n = member.bytes / t.dtype.value_width() as u64;
         let first = member.chunk << plan.chunk_log2;
-        let rows = Rows::of(plan.plan.predictor, &tensor, (first, n)).of(member.tensor)?;
+        let rows = Rows::of(&plan.plan, &tensor, (first, n)).of(member.tensor)?;
         Ok((set, rows))
     }
 

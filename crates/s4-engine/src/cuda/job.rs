@@ -7,7 +7,6 @@ use s4_codec_gpu::{GpuError, Pinned};
 use s4_format::ChunkRecord;
 
 use super::error::{Of, Result};
-use super::route::scale;
 use crate::DeviceMemory;
 use crate::{TensorSpec, moment_dtypes};
 
@@ -107,7 +106,9 @@ impl Frames {
 
 /// Whether the moments of a chunk lie on a device, and have as many values as the chunk.
 fn has_moments(job: &FrameJob<'_>, moments: [DeviceMemory; 2], ordinal: u32) -> bool {
-    let Ok((first, second)) = moment_dtypes(job.spec.plan, job.spec.side) else { return false };
+    let Ok(Some((first, second))) = moment_dtypes(job.spec.plan, job.spec.side) else {
+        return false;
+    };
     let values = job.bytes / job.spec.dtype.value_width() as u64;
     moments.iter().zip([first, second.unwrap_or(first)]).all(|(m, dtype)| {
         let bytes = values.checked_mul(dtype.value_width() as u64);
@@ -136,7 +137,7 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
         let whole = job.bytes.is_multiple_of(width)
             && job.bytes <= abi::MAX_DECODE_BYTES
             && (job.has_one_place() || !job.is_delta());
-        let of_input = job.bytes.checked_mul(scale(job.spec.plan));
+        let of_input = job.bytes.checked_mul(job.spec.plan.input_scale());
         let input = job.input.is_none_or(|m| m.ordinal() == ordinal && of_input == Some(m.bytes()));
         let moments = job.moments.is_none_or(|m| has_moments(job, m, ordinal));
         if !whole || !input || !moments || !job.pieces.iter().all(inside) {

@@ -38,8 +38,8 @@ use bytes::Bytes;
 use rayon::ThreadPool;
 use s4_codec_cpu::Codecs;
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
+use s4_format::Error;
 use s4_format::manifest::ClosedCodec;
-use s4_format::{Error, PredictorId};
 use s4_planes::Simd;
 
 pub use decode::Decoder;
@@ -525,10 +525,7 @@ impl CudaEngine {
 /// Checks the caller's tensors and plans.
 fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
     jobs.check()?;
-    let known = |plan: &TensorPlan| {
-        let copy = matches!(plan.plan.predictor, PredictorId::CAST | PredictorId::SAME);
-        plan.plan.inputs.is_empty() || plan.plan.is_delta() || copy
-    };
+    let known = |plan: &TensorPlan| plan.plan.inputs.is_empty() || plan.plan.input_scale() != 0;
     match jobs.plans.iter().position(|plan| !known(plan)) {
         None => Ok(()),
         Some(tensor) => {

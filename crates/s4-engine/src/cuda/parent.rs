@@ -141,7 +141,7 @@ impl<'a> Levels<'a> {
         let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
         let (first, _) = position(spec.dtype, spec.shape, spec.chunk_log2, number);
         let rows = match chunk.plain {
-            0 => Rows::of(spec.plan.predictor, &tensor, (first, chunk.n.into())).ok()?,
+            0 => Rows::of(spec.plan, &tensor, (first, chunk.n.into())).ok()?,
             _ => None,
         };
         let rows = match rows {

@@ -112,15 +112,6 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, dtype: DType) -> Option<Ro
     Some(fused.unwrap_or(Route::Composed))
 }
 
-/// Bytes of input for each byte that a plan predicts; 0 if it has no input.
-pub(super) fn scale(plan: &Plan) -> u64 {
-    match plan.predictor {
-        PredictorId::PARENT | PredictorId::BLEND | PredictorId::STEP | PredictorId::SAME => 1,
-        PredictorId::CAST => 2,
-        _ => 0,
-    }
-}
-
 pub(super) fn has_layout(layout: LayoutId) -> bool {
     matches!(layout, LayoutId::WHOLE | LayoutId::BYTES | LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
 }

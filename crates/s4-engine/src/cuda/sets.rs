@@ -6,13 +6,14 @@ use s4_codec_gpu::abi::{self, SharedTable, TableSet};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 use s4_format::side::{Side, SideKind};
-use s4_format::{DType, Error, Plan, PredictorId, Result};
+use s4_format::{DType, Error, Plan, Result};
 use s4_planes::StepFactors;
 use s4_predict::rank1::Offsets;
 use s4_predict::{Step, Tensor, Update};
 
+use crate::moments::MomentUse;
 use crate::tables::SharedTables;
-use crate::{TensorPlan, TensorSpec, TensorValues, moment_dtypes};
+use crate::{TensorPlan, TensorSpec, TensorValues};
 
 /// Data that the chunks of a tensor share.
 #[derive(Default)]
@@ -87,7 +88,7 @@ impl<'a> TensorSet<'a> {
             set.add(i, &parse_tables(precision, plan.tables(i))?);
         }
         let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
-        set.columns = offsets(plan.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
+        set.columns = offsets(&plan.plan, &tensor)?.map_or(&[][..], |o| o.col_offsets());
         set.moments = by_moments(&plan.plan, t.dtype, &plan.side, plan.one_table)?;
         Ok(set)
     }
@@ -109,7 +110,7 @@ impl<'a> TensorSet<'a> {
             set.add(i, &tables.unwrap_or_default());
         }
         let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
-        set.columns = offsets(spec.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
+        set.columns = offsets(spec.plan, &tensor)?.map_or(&[][..], |o| o.col_offsets());
         set.moments = by_moments(spec.plan, spec.dtype, spec.side, 0)?;
         Ok(set)
     }
@@ -179,11 +180,11 @@ impl<'a> Rows<'a> {
     /// # Errors
     /// `Corrupt` if the side data is not for the tensor.
     pub(super) fn of(
-        predictor: PredictorId,
+        plan: &Plan,
         tensor: &Tensor<'a>,
         (first, n): (u64, u64),
     ) -> Result<Option<Self>> {
-        let Some(offsets) = offsets(predictor, tensor)? else { return Ok(None) };
+        let Some(offsets) = offsets(plan, tensor)? else { return Ok(None) };
         let cols = offsets.cols() as u64;
         let (row, end) = (first / cols, (first + n).div_ceil(cols));
         // The values are within the tensor, so their rows exist.
@@ -238,31 +239,30 @@ pub(super) fn write_all(extras: &[Extra<'_>], to: &mut [u8]) -> usize {
     })
 }
 
-fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Offsets<'a>>> {
-    match predictor {
-        PredictorId::RANK1 | PredictorId::BLEND => Offsets::of(predictor, tensor).map(Some),
-        _ => Ok(None),
+fn offsets<'a>(plan: &Plan, tensor: &Tensor<'a>) -> Result<Option<Offsets<'a>>> {
+    if !plan.has_offsets() {
+        return Ok(None);
     }
+    Offsets::of(plan.predictor, tensor).map(Some)
 }
 
 /// The use that a plan makes of its tensor's moments, if any.
 fn by_moments(plan: &Plan, dtype: DType, side: &Side, one_table: u8) -> Result<Option<ByMoments>> {
-    if !plan.has_moments() {
-        return Ok(None);
-    }
-    let (first, second) = moment_dtypes(plan, side)?;
+    let Some(by) = MomentUse::of(plan, side)? else { return Ok(None) };
+    let (first, second) = by.dtypes();
     let type_of = |dtype| {
         let what = || Error::corrupt(format!("values from moments of dtype {dtype}"));
         float(dtype).ok_or_else(what)
     };
     let second = second.map_or(Ok(abi::float::NONE), type_of)?;
     let (weight, moments) = (type_of(dtype)?, [type_of(first)?, second]);
-    Ok(Some(if plan.predictor == PredictorId::STEP {
-        let StepFactors { keep, rate, epsilon } = Step::parse(side.get(SideKind::STEP))?.factors;
-        ByMoments::Step(abi::Step { keep, rate, epsilon, weight, moments, reserved: 0 })
-    } else {
-        let Update { floor, offset, .. } = Update::parse(side.get(SideKind::CONTEXTS))?;
-        ByMoments::Update(abi::Update { floor, offset, weight, moments, one_table })
+    Ok(Some(match by {
+        MomentUse::Step(Step { factors: StepFactors { keep, rate, epsilon }, .. }) => {
+            ByMoments::Step(abi::Step { keep, rate, epsilon, weight, moments, reserved: 0 })
+        }
+        MomentUse::Contexts(Update { floor, offset, .. }) => {
+            ByMoments::Update(abi::Update { floor, offset, weight, moments, one_table })
+        }
     }))
 }
 

@@ -1,7 +1,7 @@
 //! The parent's share in a blend, fitted to a sample.
 
 use s4_format::side::Side;
-use s4_format::{DType, Plan, PredictorId, Result};
+use s4_format::{DType, Plan, Result};
 use s4_predict::Tensor;
 use s4_predict::rank1::{self, Expected, Offsets};
 
@@ -25,7 +25,7 @@ pub fn expected_of(
     (dtype, shape, side): (DType, &[u64], &Side),
     parent: Option<&Expected>,
 ) -> Result<Option<Expected>> {
-    if !matches!(plan.predictor, PredictorId::RANK1 | PredictorId::BLEND) {
+    if !plan.has_offsets() {
         return Ok(None);
     }
     let offsets = Offsets::of(plan.predictor, &Tensor { dtype, shape, side })?;
