@@ -93,7 +93,7 @@ impl Arrays {
         }
         // The format has its metadata under this name.
         if out.arrays.iter().any(|a| a.name == "__metadata__") {
-            let what = "safetensors has no tensor named `__metadata__`; write a .pt file with the Python wheel";
+            let what = "safetensors does not allow a tensor named `__metadata__`; write a .pt file with the Python wheel";
             return Err(Failure::Unsupported(format!("{input}: {what}")));
         }
         Ok(out)
@@ -123,8 +123,8 @@ impl Arrays {
             self.arrays.push(array);
             if written > most.saturating_mul(MOST_TIMES).saturating_add(MOST_MORE) {
                 return Err(Failure::Unsupported(format!(
-                    "{input}: its tensors repeat what is stored: a .safetensors file has every value, more \
-                     than {written} bytes of {most}; write a .pt file with the Python wheel instead"
+                    "{input}: its tensors repeat what is stored, and a .safetensors file would hold every copy: \
+                     at least {written} bytes for {most} stored; write a .pt file with the Python wheel instead"
                 )));
             }
         }
@@ -159,15 +159,16 @@ fn damaged(input: &str, what: &str) -> Failure {
 
 fn pickled(input: &str) -> Failure {
     Failure::Unsupported(format!(
-        "{input}: the saved object is a pickle, and only PyTorch can tell which tensors it has. The Python \
-         wheel's `s4w` writes them, or all of it to a .pt file: `pip install s4weights torch`"
+        "{input}: the saved object is a pickle, and only PyTorch can tell which tensors it has. Use the Python \
+         wheel's `s4w` to write them, or everything to a .pt file: `pip install s4weights torch`"
     ))
 }
 
 /// The array of a tensor, once its place is known to lie within what is stored.
 fn array(stored: &[TensorInfo<'_>], input: &str, name: String, place: &Place) -> Result<Array> {
     let tensor = usize::try_from(place.tensor).unwrap_or(usize::MAX);
-    let no_tensor = || damaged(input, &format!("`{name}` is tensor {tensor}, which is not there"));
+    let no_tensor =
+        || damaged(input, &format!("`{name}` is tensor {tensor}, which does not exist"));
     let stored = stored.get(tensor).ok_or_else(no_tensor)?;
     let (dtype, item) = match &place.dtype {
         None => (their_type(stored.dtype), stored.dtype.size() as u64),
@@ -180,13 +181,14 @@ fn array(stored: &[TensorInfo<'_>], input: &str, name: String, place: &Place) ->
         let dtype = place.dtype.as_deref().unwrap_or(stored.dtype.name());
         let dtype: String = dtype.chars().take(100).collect();
         Failure::Unsupported(format!(
-            "{input}: tensor `{name}` is {dtype}, which safetensors does not have; write a .pt file with the \
-             Python wheel instead"
+            "{input}: tensor `{name}` has dtype {dtype}, which safetensors does not support; write a .pt file \
+             with the Python wheel instead"
         ))
     })?;
     let sizes = place.shape.clone().unwrap_or_else(|| stored.shape.to_vec());
     let stride = place.stride.clone().unwrap_or_else(|| row_major(&sizes));
-    let outside = || damaged(input, &format!("`{name}` lies outside of {} bytes", stored.bytes));
+    let outside =
+        || damaged(input, &format!("`{name}` is outside the {} stored bytes", stored.bytes));
     let elements = match sizes.contains(&0) {
         true => Some(0),
         false => sizes.iter().try_fold(1_u64, |n, size| n.checked_mul(*size)),

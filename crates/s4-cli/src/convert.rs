@@ -34,12 +34,12 @@ pub(crate) fn with_ending(path: &str, ending: &str) -> String {
 /// Refuses what only the Python wheel converts.
 fn refuse_pickle(path: &str) -> Result<()> {
     let what = match Path::new(path).is_dir() {
-        true => "folders of torch.distributed.checkpoint",
-        false if PICKLES.iter().any(|e| path.ends_with(e)) => "PyTorch's own files",
+        true => "a torch.distributed.checkpoint folder",
+        false if PICKLES.iter().any(|e| path.ends_with(e)) => "a PyTorch file",
         false => return Ok(()),
     };
     Err(Failure::Unsupported(format!(
-        "{path}: {what} are converted by the Python wheel: `pip install s4weights torch`, then its `s4w`"
+        "{path}: converting {what} needs the `s4w` of the Python wheel: `pip install s4weights torch`"
     )))
 }
 
@@ -48,7 +48,7 @@ fn not_safetensors(path: &str) -> Option<Failure> {
     let what = match files::what_else(path, ".safetensors")? {
         Other::S4w => "a .s4w file already",
         Other::Torch => {
-            "a PyTorch file or another archive: the Python wheel's `s4w` converts PyTorch files, whose \
+            "a PyTorch file or another archive: the Python wheel's `s4w` converts PyTorch files whose \
              names end with .pt, .pth, .bin or .ckpt"
         }
         Other::Safetensors | Other::Unknown => "not a safetensors file",
@@ -100,7 +100,7 @@ pub(crate) fn compress(
                 let key = format!("{FOREIGN}{name}");
                 if contents.metadata.contains_key(&key) {
                     return Err(Failure::Unsupported(format!(
-                        "{input}: its metadata have the key `{key}`, which is to hold the dtype of that tensor"
+                        "{input}: the metadata already has the key `{key}`, which is needed for the dtype of that tensor"
                     )));
                 }
                 contents.metadata.insert(key, text);
@@ -143,14 +143,14 @@ fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
 pub(crate) fn require_safetensors(output: &str) -> Result<()> {
     if !output.ends_with(".safetensors") {
         return Err(Failure::Unsupported(format!(
-            "{}: tensors are written to a .safetensors file, and by the Python wheel's `s4w` to a .pt file: \
+            "{}: the output must be a .safetensors file; the Python wheel's `s4w` also writes .pt files: \
              `pip install s4weights torch`",
             redact_url(output)
         )));
     }
     if is_url(output) {
         return Err(Failure::Unsupported(format!(
-            "{}: a .safetensors file is written to a path, not to a URL: name one",
+            "{}: a .safetensors file can be written to a local path only, not to a URL",
             redact_url(output)
         )));
     }
@@ -161,8 +161,8 @@ pub(crate) fn require_safetensors(output: &str) -> Result<()> {
 pub(crate) fn refuse_pickle_in_time(reader: &Reader, input: &str) -> Result<()> {
     match LeftOut::of(reader).pickled {
         true => Err(Failure::Unsupported(format!(
-            "{}: the saved object is a pickle, and only PyTorch can tell which tensors it has. The Python \
-             wheel's `s4w` writes them if PyTorch is installed, but without --timeout: leave that out",
+            "{}: the saved object is a pickle, and only PyTorch can tell which tensors it has. With PyTorch \
+             installed, the Python wheel's `s4w` writes them, but it does not support --timeout here",
             redact_url(input)
         ))),
         false => Ok(()),
@@ -185,8 +185,8 @@ pub(crate) fn decompress(
         if output.is_none() {
             let input = redact_url(input);
             return Err(Failure::Unsupported(format!(
-                "{input}: a .safetensors file cannot hold {left_out}: the Python wheel's `s4w` writes all of \
-                 it to a .pt file; to write the tensors alone, name the output, such as {target}"
+                "{input}: a .safetensors file cannot hold {left_out}. To write everything to a .pt file, use \
+                 the Python wheel's `s4w`; to write only the tensors, name the output, such as {target}"
             )));
         }
         warn_of(left_out, target, quiet);
@@ -198,8 +198,8 @@ pub(crate) fn decompress(
 pub(crate) fn warn_of(left_out: &LeftOut, output: &str, quiet: bool) {
     if !quiet {
         visible::tell(&format!(
-            "warning: {output} holds tensors only; left out: {left_out}. The Python wheel's `s4w` writes all \
-             of it to a .pt file"
+            "warning: {output} holds tensors only; left out: {left_out}. The Python wheel's `s4w` can write \
+             everything to a .pt file"
         ));
     }
 }

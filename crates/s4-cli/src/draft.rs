@@ -41,7 +41,7 @@ impl Draft {
         let target = redact_url(target).into_owned();
         if old.as_ref().is_some_and(|old| !old.is_file()) {
             return Err(Failure::Unsupported(format!(
-                "{target}: what is written is read again, which a pipe or a device does not allow"
+                "{target}: the output cannot be a pipe or a device, because it is read back after writing"
             )));
         }
         let fail =
@@ -159,9 +159,7 @@ impl Draft {
 }
 
 fn replaced() -> io::Error {
-    io::Error::other(
-        "another program replaced the file under its temporary name; nothing was changed",
-    )
+    io::Error::other("another program replaced the temporary file; nothing was changed")
 }
 
 /// Creates a folder next to `path` that only this user may use.

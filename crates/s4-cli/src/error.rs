@@ -58,7 +58,7 @@ impl Failure {
         match &**source {
             // These name the place themselves.
             StoreError::NoStore { place } => {
-                format!("{source}; `s4w store init {place}` creates one")
+                format!("{source}; create one with `s4w store init {place}`")
             }
             StoreError::StoreExists { .. }
             | StoreError::Locked { .. }
@@ -70,7 +70,7 @@ impl Failure {
             }
             StoreError::Conflict(_) => {
                 format!(
-                    "{target}: {source}; nothing was changed, `s4w store ls` shows what is there"
+                    "{target}: {source}; nothing was changed (run `s4w store ls` to see the current checkpoints)"
                 )
             }
             _ => self.to_string(),

@@ -33,7 +33,7 @@ pub(crate) fn refuse_stream(input: &str) -> Result<()> {
     let found = local(input).and_then(|path| fs::metadata(path).ok());
     match found.is_some_and(|m| !m.is_file() && !m.is_dir()) {
         true => Err(Failure::Usage(format!(
-            "{}: a pipe or a device is not supported as input, which is read by range: name a file",
+            "{}: the input cannot be a pipe or a device, because it is read by range: name a file",
             redact_url(input)
         ))),
         false => Ok(()),
@@ -51,11 +51,11 @@ fn no_s4w(input: &str, other: Other) -> Failure {
     let input = redact_url(input);
     Failure::Unsupported(match other {
         Other::Safetensors => {
-            format!("{input}: a safetensors file, not a .s4w file: `s4w compress` makes one of it")
+            format!("{input}: a safetensors file, not a .s4w file: convert it with `s4w compress`")
         }
         Other::Torch => format!(
-            "{input}: a PyTorch file or another archive, not a .s4w file: the Python wheel's `s4w \
-             compress` makes one of a PyTorch file"
+            "{input}: a PyTorch file or another archive, not a .s4w file: convert a PyTorch file with \
+             `s4w compress` of the Python wheel"
         ),
         Other::S4w | Other::Unknown => format!("{input}: not a .s4w file"),
     })
@@ -121,7 +121,7 @@ pub(crate) fn check_output(
     let name = redact_url(output);
     if input.is_some_and(|input| is_same(input, output)) {
         return Err(Failure::Usage(format!(
-            "{name}: input and output are the same file, and nothing was changed: name another output"
+            "{name}: input and output are the same file; nothing was changed. Name another output"
         )));
     }
     if !force && is_there(output, options)? {

@@ -25,8 +25,8 @@ pub(crate) fn table(i: &Inspection) -> String {
     ));
     for c in &i.closed_codecs {
         line(format!(
-            "needs     {c}: a closed codec, which only that version of its vendor's library reads, on \
-             a GPU; `s4w transcode` makes an open file of it there"
+            "needs     {c}: a closed codec, readable only with that version of its vendor's library on \
+             a GPU; run `s4w transcode` there to rewrite the file with open codecs"
         ));
     }
     for (k, v) in &i.metadata {

@@ -51,8 +51,8 @@ impl fmt::Display for LeftOut {
         let mut parts = vec![];
         if self.pieces {
             parts.push(
-                "the order of a distributed checkpoint, whose tensors stay in pieces, its other values \
-                 as bytes"
+                "the order of a distributed checkpoint (its tensors stay in pieces, its other values \
+                 are bytes)"
                     .to_owned(),
             );
         }
@@ -65,8 +65,7 @@ impl fmt::Display for LeftOut {
             parts.push(format!("{} that {share} values with others", count(self.shared, "tensor")));
         }
         if self.unreached > 0 {
-            parts
-                .push(format!("{} that the object does not have", count(self.unreached, "tensor")));
+            parts.push(format!("{} not in the saved object", count(self.unreached, "tensor")));
         }
         if !self.blobs.is_empty() {
             parts.push(format!("the blobs {}", self.blobs.join(", ")));
@@ -85,8 +84,8 @@ mod tests {
         let said = "6 values that are not tensors; 2 tensors that share their values with others";
         assert_eq!(found.to_string(), said);
         let one = LeftOut { values: 1, shared: 1, unreached: 1, ..LeftOut::default() };
-        let said = "1 value that is not a tensor; 1 tensor that shares its values with others; 1 tensor that \
-                    the object does not have";
+        let said = "1 value that is not a tensor; 1 tensor that shares its values with others; 1 tensor not \
+                    in the saved object";
         assert_eq!(one.to_string(), said);
     }
 }

@@ -42,14 +42,15 @@ use signals::Signals;
     name = "s4w",
     version,
     about = "Lossless compression of training checkpoints",
-    after_help = "Exit codes: 0 done; 1 damaged data or a failed test; 2 wrong usage; \
+    after_help = "Exit codes: 0 success; 1 damaged data or a failed test; 2 wrong usage; \
                   3 not found, or not readable or writable; 4 not supported by this version or \
-                  machine; 5 the state of a store, or a file that is there already, forbids \
-                  it. `serve` has those of sysexits.h."
+                  machine; 5 refused because of an existing file, the state of a store, or \
+                  another process. `serve` uses the exit codes of sysexits.h."
 )]
 struct Cli {
-    /// Log more to standard error: -v, -vv, -vvv. The default is warnings, or errors only with
-    /// --quiet; the environment variable S4_LOG sets another (off, error, warn, info, debug, trace)
+    /// Log more to standard error (-v, -vv, -vvv). By default warnings and errors are logged, with
+    /// --quiet only errors; the environment variable S4_LOG sets another default: off, error, warn,
+    /// info, debug or trace
     #[arg(long, short, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
     #[command(subcommand)]
@@ -58,12 +59,13 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Compress a .safetensors file (with the Python wheel also a .pt file, or a folder of torch.distributed.checkpoint) into a .s4w file
+    /// Compress a .safetensors file into a .s4w file (the Python wheel also compresses .pt files and
+    /// torch.distributed.checkpoint folders)
     Compress {
         /// File to read
         #[arg(value_parser = place)]
         input: String,
-        /// File or URL to write; by default the input with the extension .s4w
+        /// File or URL to write; by default the input path with the extension .s4w
         #[arg(value_parser = place)]
         output: Option<String>,
         /// How hard to compress: fast, balanced or small
@@ -76,13 +78,14 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
-    /// Write the tensors of a .s4w file into a .safetensors file (with the wheel also everything into a .pt file)
+    /// Write the tensors of a .s4w file to a .safetensors file (the Python wheel can also write everything
+    /// to a .pt file)
     Decompress {
         /// File or URL to read
         #[arg(value_parser = place)]
         input: String,
-        /// File to write; by default the input with the extension .safetensors, if such a file can hold all
-        /// of it (otherwise, with the wheel, .pt)
+        /// File to write; by default the input path with the extension .safetensors, or .pt (Python wheel
+        /// only) if a .safetensors file cannot hold everything
         #[arg(value_parser = place)]
         output: Option<String>,
         #[command(flatten)]
@@ -94,7 +97,7 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
-    /// Show what is in a file, without decoding values
+    /// Show the contents of a file without decoding values
     Inspect {
         /// File or URL
         #[arg(value_parser = place)]
@@ -123,10 +126,10 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
-    /// Keep, list, restore and check many checkpoints in a folder or a bucket
+    /// Manage a store of checkpoints in a folder or bucket
     #[command(subcommand)]
     Store(store::Verb),
-    /// Rewrite a .s4w file with open codecs, and compare the two
+    /// Rewrite a .s4w file with open codecs and compare the result with the original
     Transcode {
         /// File or URL to read
         #[arg(value_parser = place)]
@@ -146,8 +149,8 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
-    /// Take checkpoints from trainers, and make them durable in the background; exit codes are those of
-    /// sysexits.h
+    /// Run a service that accepts checkpoints from trainers and makes them durable in the background (exit
+    /// codes of sysexits.h)
     #[cfg(all(unix, feature = "serve"))]
     Serve(serve::Serve),
     // Without it the parser would take the word for a misspelled `store`.
@@ -157,9 +160,9 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
         rest: Vec<OsString>,
     },
-    /// Prove on this machine that every dtype comes back bit by bit
+    /// Check on this machine that every dtype is restored bit for bit
     Selftest {
-        /// Damage one byte in transit, to prove that the test can fail
+        /// Corrupt one byte, to check that the self-test can fail
         #[arg(long)]
         inject_fault: bool,
         /// Also compare every CUDA device with the CPU, and fail if there is none
@@ -178,7 +181,7 @@ struct Common {
     /// Vector instructions: scalar, neon, avx2 or avx512; by default the best available
     #[arg(long)]
     simd: Option<Simd>,
-    /// No progress bar, and no warnings
+    /// Do not show progress or warnings
     #[arg(long, short)]
     quiet: bool,
 }
@@ -194,8 +197,8 @@ struct Overwrite {
 /// What concerns files at URLs.
 #[derive(Args, Clone, Copy)]
 struct Remote {
-    /// Seconds for a request to an object store, including retries; by default 300, or 30 until the
-    /// server was first reached
+    /// Timeout of a request to an object store, including retries; by default 300, or 30 until the
+    /// server has been reached once
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
 }
@@ -205,7 +208,7 @@ struct Remote {
 fn place(text: &str) -> std::result::Result<String, String> {
     match text {
         "-" => Err(
-            "standard input and output are not supported: name a file (`./-` is a file named `-`)"
+            "standard input and output are not supported: name a file (`./-` for a file named `-`)"
                 .into(),
         ),
         _ => Ok(text.to_owned()),
@@ -214,19 +217,19 @@ fn place(text: &str) -> std::result::Result<String, String> {
 
 /// A count that is not zero: with no thread nothing is done, and the last none of a list is no list.
 fn at_least_one(text: &str) -> std::result::Result<usize, String> {
-    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "1 or more expected".to_owned())
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a number of at least 1".to_owned())
 }
 
 /// Parses a time of more than zero and at most a day.
 fn seconds(text: &str) -> std::result::Result<Duration, String> {
     let time = text.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
     time.filter(|t| !t.is_zero() && t.as_secs() <= 24 * 3600)
-        .ok_or_else(|| "a number of seconds is expected, at most a day".to_owned())
+        .ok_or_else(|| "expected a number of seconds, at most a day".to_owned())
 }
 
 #[derive(Args)]
 struct Trust {
-    /// The input comes from a program that you trust: decode a vendor's closed codecs, on a GPU
+    /// Trust whoever wrote the input: decode a vendor's closed codecs, on a GPU
     #[arg(long)]
     trusted: bool,
 }
@@ -437,8 +440,8 @@ fn execute(command: Command) -> Result<()> {
         Command::Serve(args) => serve::serve(args),
         #[cfg(not(all(unix, feature = "serve")))]
         Command::Serve { .. } => Err(Failure::Unsupported(
-            "`serve` is not in this build, such as that of the Python wheel: it is in the program of the \
-             crate s4-cli and the Debian package s4weights-runner, on Unix (docs/runner.md)"
+            "this build has no `serve`, like that of the Python wheel: on Unix, use the program of the \
+             crate s4-cli or the Debian package s4weights-runner (docs/runner.md)"
                 .into(),
         )),
         Command::Selftest { inject_fault, require_gpu, common } => {

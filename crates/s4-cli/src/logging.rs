@@ -36,7 +36,9 @@ pub(crate) fn start(quiet: bool, verbose: u8) -> Result<()> {
 
 fn named(word: &str) -> Result<LevelFilter> {
     let usage = || {
-        Failure::Usage(format!("{VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace`"))
+        Failure::Usage(format!(
+            "{VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace` expected"
+        ))
     };
     match word.parse::<usize>() {
         Ok(_) => Err(usage()),

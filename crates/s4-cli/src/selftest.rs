@@ -47,7 +47,7 @@ pub(crate) fn run(fault: bool, threads: Option<usize>, simd: Option<Simd>) -> Re
                 let file = save(dtype, &data, threads, set)?;
                 if *first.get_or_insert_with(|| file.clone()) != file {
                     return Err(Failure::Test(format!(
-                        "{dtype}, {pattern}: {set} writes other bytes than {}",
+                        "{dtype}, {pattern}: {set} writes different bytes than {}",
                         sets[0]
                     )));
                 }

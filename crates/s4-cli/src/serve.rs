@@ -14,28 +14,28 @@ use crate::progress::Bar;
 /// What the file says, flags and environment replace.
 #[derive(Args)]
 pub(crate) struct Serve {
-    /// Configuration in TOML; docs/runner.md lists its keys
+    /// Configuration file in TOML (docs/runner.md lists its keys)
     #[arg(long, env = "S4W_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Folder or URL of the store that checkpoints become durable in
+    /// Folder or URL of the store to save checkpoints to
     #[arg(long, env = "S4W_STORE", value_name = "URL")]
     store: Option<String>,
     /// Folder of the journal
     #[arg(long, env = "S4W_STATE_DIR", value_name = "FOLDER")]
     state_dir: Option<PathBuf>,
-    /// Folder for checkpoints until they are durable
+    /// Folder to keep checkpoints in until they are durable
     #[arg(long, env = "S4W_STAGING_DIR", value_name = "FOLDER")]
     staging_dir: Option<PathBuf>,
-    /// The socket that checkpoints are submitted through
+    /// Unix socket for submitting checkpoints
     #[arg(long, env = "S4W_SOCKET", value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Address of the read-only page
+    /// Address of the read-only status page and metrics
     #[arg(long, env = "S4W_HTTP", value_name = "ADDRESS")]
     http: Option<String>,
-    /// Most seconds that a shutdown may take
+    /// Maximum duration of a shutdown
     #[arg(long, env = "S4W_DRAIN_SECONDS", value_name = "SECONDS")]
     drain_seconds: Option<u64>,
-    /// Do not start without a CUDA device
+    /// Refuse to start without a CUDA device
     #[arg(long)]
     require_gpu: bool,
     /// Poll the instance metadata service for spot interruptions

@@ -47,7 +47,7 @@ impl Signals {
             stop.stop();
             // Either way, the command has not stopped.
             let _ = runtime.block_on(async { timeout(PATIENCE, incoming.next()).await });
-            visible::tell("interrupted before it could clean up");
+            visible::tell("interrupted before the cleanup was done");
             std::process::exit(i32::from(SIGNALLED + number));
         })?;
         Ok(Self { interrupt, came })

@@ -69,7 +69,7 @@ fn usage(what: &str) -> Failure {
 fn check(input: &Reader, digests: Option<&[Digest]>, output: &str, written: &Reader) -> Result<()> {
     let output = redact_url(output);
     if !written.manifest().closed_codecs.is_empty() {
-        return Err(Failure::Test(format!("{output}: it still needs a closed codec")));
+        return Err(Failure::Test(format!("{output}: the output still needs a closed codec")));
     }
     match copy::compare(input, digests, written)? {
         Some(what) => Err(Failure::Test(format!("{output}: {what} differs from the input"))),

@@ -51,7 +51,7 @@ impl Tree {
         // The manifest's reader has checked that it is JSON, and not nested too deeply.
         let value: Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
         let mut tree = Self::default();
-        tree.node(value.get("root").ok_or("it has no root")?, "")?;
+        tree.node(value.get("root").ok_or("no root")?, "")?;
         Ok(tree)
     }
 
@@ -79,7 +79,10 @@ impl Tree {
         } else if let Some(number) = members.get("same") {
             let place = usize::try_from(natural(Some(number))?).ok();
             let place = place.and_then(|n| self.nodes.get(n)).cloned();
-            self.add(path, place.ok_or_else(|| format!("{node} does not refer back"))?);
+            self.add(
+                path,
+                place.ok_or_else(|| format!("{node} does not refer to an earlier tensor"))?,
+            );
         } else if let Some(items) = member(&["tuple", "set", "frozenset"]) {
             self.items(items.as_array().ok_or_else(|| not("array", items))?, path)?;
         } else if let Some(pairs) = member(&["dict", "odict"]) {
@@ -157,7 +160,7 @@ impl Names {
 
 fn not(what: &str, value: &Value) -> String {
     let text: String = value.to_string().chars().take(100).collect();
-    format!("{text} where the format has a {what}")
+    format!("expected {what}, found {text}")
 }
 
 fn natural(value: Option<&Value>) -> Result<u64, String> {

@@ -97,7 +97,7 @@ fn a_required_gpu_is_tested_or_missed() {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     assert!(text(&out).contains("passed on"), "{}", text(&out));
     assert_eq!(fault.status.code(), Some(1), "{}", text(&fault));
-    assert!(String::from_utf8_lossy(&fault.stderr).contains("every injected fault was noticed"));
+    assert!(String::from_utf8_lossy(&fault.stderr).contains("every injected fault was detected"));
 }
 
 #[test]
@@ -646,7 +646,7 @@ fn a_second_signal_ends_what_does_not_stop() {
     assert!(started.elapsed() < Duration::from_secs(9), "{:?}", started.elapsed());
     let out = child.wait_with_output().unwrap();
     assert_eq!(out.status.code(), Some(128 + term), "{}", text(&out));
-    assert_eq!(text(&out), "s4w: interrupted before it could clean up\n");
+    assert_eq!(text(&out), "s4w: interrupted before the cleanup was done\n");
 }
 
 #[test]

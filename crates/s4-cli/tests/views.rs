@@ -116,9 +116,9 @@ fn what_has_no_array_is_refused() {
         "outside",
     );
     refused(&a(r#""shape":[1],"stride":[]"#), 1, "outside");
-    refused(r#"[{"tensor":2}]"#, 1, "tensor 2, which is not there");
+    refused(r#"[{"tensor":2}]"#, 1, "tensor 2, which does not exist");
     refused(r#"{"dict":[["__metadata__",{"tensor":0}]]}"#, 4, "`__metadata__`");
     write(&path("a.s4w"), r#"[{"tensor":1}]"#);
     let out = s4w(&["decompress", &path("a.s4w"), &path("c.safetensors")]);
-    assert!(out.status.success() && said(&out).contains("1 tensor that the object does not have"));
+    assert!(out.status.success() && said(&out).contains("1 tensor not in the saved object"));
 }

@@ -70,11 +70,16 @@ fn inject(cuda: &Cuda, simd: Simd) -> Result<String> {
             match test_device(cuda, device, simd, Some(fault)) {
                 Err(Failure::Test(what)) => noticed.push(what),
                 Err(e) => return Err(e),
-                Ok(_) => return Ok(format!("a fault was not noticed: {fault:?}, {}", device.name)),
+                Ok(_) => {
+                    return Ok(format!(
+                        "an injected fault was not detected: {fault:?}, {}",
+                        device.name
+                    ));
+                }
             }
         }
     }
-    Err(Failure::Test(format!("every injected fault was noticed: {}", noticed.join("; "))))
+    Err(Failure::Test(format!("every injected fault was detected: {}", noticed.join("; "))))
 }
 
 fn test_device(
@@ -107,9 +112,9 @@ fn test_device(
     }
     let library = library::compare(&both.engine, device, simd, None)?;
     Ok(format!(
-        "selftest passed on {} (device {}): {count} tensors of {} dtypes, encoded and decoded on both \
-         sides; {steps} tensors of an optimizer's step; {} chunks by the device, {} by the processor \
-         for codecs that devices lack\n{library}",
+        "selftest passed on {} (device {}): {count} tensors of {} dtypes, encoded and decoded by both \
+         the device and the CPU; {steps} tensors of an optimizer's step; {} chunks on the device, {} on \
+         the CPU (codecs that devices lack)\n{library}",
         device.name,
         device.ordinal,
         DType::ALL.len(),
@@ -149,7 +154,7 @@ impl Both {
         let views: Vec<_> = cases.iter().map(Case::view).collect();
         let failed = |e: &dyn std::fmt::Display| {
             let first = cases.first().map_or("", |c| c.name.as_str());
-            Failure::Test(format!("device {}, tensors from `{first}` on: {e}", self.ordinal))
+            Failure::Test(format!("device {}, batch starting at `{first}`: {e}", self.ordinal))
         };
         let copies = Copies::new(&self.engine, self.ordinal).map_err(|e| failed(&e))?;
         let mut coded = copies.encode(preset, &views).map_err(|e| failed(&e))?;
@@ -167,7 +172,7 @@ impl Both {
         }
         for (case, back) in cases.iter().zip(&back) {
             if *back != case.data {
-                return Err(differs(&case.name, "values that the device decoded"));
+                return Err(differs(&case.name, "values decoded by the device"));
             }
         }
         Ok(())
@@ -184,31 +189,31 @@ impl Both {
         let failed = |e: s4weights::format::Error| Failure::Test(format!("{}: {e}", case.name));
         let by_cpu = CodedTensor::by_cpu(&self.cpu, preset, &case.view()).map_err(failed)?;
         if format!("{:?}", by_cpu.plan) != format!("{:?}", by_device.plan) {
-            return Err(differs(&case.name, "the plan"));
+            return Err(differs(&case.name, "plan"));
         }
         if by_cpu.chunks.len() != by_device.chunks.len() {
-            return Err(differs(&case.name, "the number of chunks"));
+            return Err(differs(&case.name, "number of chunks"));
         }
         for (i, (cpu, device)) in by_cpu.chunks.iter().zip(&by_device.chunks).enumerate() {
             if cpu.1 != device.1 {
                 let at = cpu.1.iter().zip(&device.1).position(|(a, b)| a != b);
                 let at = at.unwrap_or(cpu.1.len().min(device.1.len()));
-                return Err(differs(&case.name, &format!("the frame of chunk {i}, at byte {at},")));
+                return Err(differs(&case.name, &format!("frame of chunk {i}, at byte {at}")));
             }
             if format!("{:?}", cpu.0) != format!("{:?}", device.0) {
-                return Err(differs(&case.name, &format!("the record of chunk {i}")));
+                return Err(differs(&case.name, &format!("record of chunk {i}")));
             }
         }
         let back = by_device.decode_by_cpu(&self.cpu, &case.view()).map_err(failed)?;
         match back == case.data {
             true => Ok(by_cpu),
-            false => Err(differs(&case.name, "values of the device's frames")),
+            false => Err(differs(&case.name, "values decoded from the device's frames")),
         }
     }
 }
 
 pub(super) fn differs(name: &str, what: &str) -> Failure {
-    Failure::Test(format!("{name}: {what} differ from the processor's"))
+    Failure::Test(format!("{name}: different from the CPU: {what}"))
 }
 
 /// Flips a bit in the middle of the first byte string that is not empty.

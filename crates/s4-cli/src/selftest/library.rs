@@ -44,7 +44,9 @@ pub(super) fn compare(
             device.name
         )));
     }
-    Ok(format!("preset `nvcomp`: {count} tensors, in both routes' frames, read by both routes"))
+    Ok(format!(
+        "preset `nvcomp`: {count} tensors, encoded and decoded by both the device's and the host's route"
+    ))
 }
 
 struct Both<'a> {
@@ -60,7 +62,7 @@ impl Both<'_> {
         let views: Vec<_> = cases.iter().map(Case::view).collect();
         let failed = |e: &dyn std::fmt::Display| {
             let first = cases.first().map_or("", |c| c.name.as_str());
-            Failure::Test(format!("device {}, tensors from `{first}` on: {e}", self.ordinal))
+            Failure::Test(format!("device {}, batch starting at `{first}`: {e}", self.ordinal))
         };
         let copies = Copies::new(self.engine, self.ordinal).map_err(|e| failed(&e))?;
         let mut by_device = copies.encode(Preset::Nvcomp, &views).map_err(|e| failed(&e))?;
@@ -79,7 +81,10 @@ impl Both<'_> {
             }
             for (case, back) in cases.iter().zip(&back) {
                 if *back != case.data {
-                    return Err(differs(&case.name, &format!("values of {of}, on the device,")));
+                    return Err(differs(
+                        &case.name,
+                        &format!("values decoded by the device from the frames of {of}"),
+                    ));
                 }
             }
         }
@@ -97,12 +102,12 @@ impl Both<'_> {
             each.map(|c| (c.plain, c.crc_raw, c.streams.map(|s| (s.codec, s.param)))).collect()
         };
         if streams(&by_host) != streams(by_device) {
-            return Err(differs(&case.name, "the streams"));
+            return Err(differs(&case.name, "streams"));
         }
         let back = by_device.decode_by_cpu(&self.reader, &view).map_err(failed)?;
         match back == case.data {
             true => Ok(by_host),
-            false => Err(differs(&case.name, "values of the device's frames")),
+            false => Err(differs(&case.name, "values decoded from the device's frames")),
         }
     }
 }

@@ -86,12 +86,14 @@ pub(super) fn compare(engine: &Arc<CudaEngine>, ordinal: u32, simd: Simd) -> Res
         .collect();
     let by_device = WriteOptions { engine: Some(Arc::clone(engine)), ..against() };
     if save(&there, by_device).map_err(|e| failed(&e))? != file {
-        return Err(differs("a step", &format!("the files of device {ordinal}")));
+        return Err(differs("a step", &format!("file written by device {ordinal}")));
     }
     let reader = open(file, Some(&base)).map_err(|e| failed(&e))?;
     let steps = reader.manifest().plans.iter().filter(|p| p.predictor == PredictorId::STEP);
     if steps.count() != DTYPES.len() {
-        return Err(Failure::Test("a step: the planner predicts other weights than it did".into()));
+        return Err(Failure::Test(
+            "a step: the planner did not predict the expected weights".into(),
+        ));
     }
     // Over what is there, which is not what was there before.
     let numbers = after.iter().map(|t| reader.find(&t.name));
@@ -104,10 +106,10 @@ pub(super) fn compare(engine: &Arc<CudaEngine>, ordinal: u32, simd: Simd) -> Res
     reader.read_into_device(engine, &requests).map_err(|e| failed(&e))?;
     for (t, buffer) in after.iter().zip(&uploads) {
         if copies.download(buffer).map_err(|e| failed(&e))? != t.data {
-            return Err(differs(&t.name, "values that the device decoded"));
+            return Err(differs(&t.name, "values decoded by the device"));
         }
         if reader.read(&t.name).map_err(|e| failed(&e))? != t.data {
-            return Err(Failure::Test(format!("{}: the processor reads other values", t.name)));
+            return Err(Failure::Test(format!("{}: the CPU decodes different values", t.name)));
         }
     }
     Ok(after.len())

@@ -14,7 +14,7 @@ pub(crate) struct StoreArgs {
     #[arg(value_parser = crate::place)]
     pub(crate) store: String,
     /// Option of the object store, such as endpoint_url=http://127.0.0.1:9000 or profile=name; may be
-    /// repeated. Without any, credentials and endpoints come from the environment and ~/.aws
+    /// repeated. By default credentials and endpoints come from the environment and ~/.aws
     // A text, not a parsed pair: the parser's own message would repeat what may be a secret.
     #[arg(short = 'o', long = "option", value_name = "KEY=VALUE")]
     options: Vec<String>,

@@ -42,9 +42,9 @@ pub(crate) fn gc(args: &StoreArgs, grace: Duration, exclusive: bool, dry_run: bo
     match report.failed.first() {
         None => Ok(()),
         Some((what, error)) => Err(Failure::NotFound(format!(
-            "{}: could not delete {}, {what} for one: {error}; the next gc tries again",
+            "{}: could not delete {}, such as {what}: {error}; the next gc will try again",
             store.name(),
-            text::count(report.failed.len(), "thing")
+            text::count(report.failed.len(), "item")
         ))),
     }
 }
@@ -81,8 +81,8 @@ fn collected(store: &str, dry_run: bool, report: &SweepReport) -> String {
     lines.extend(report.foreign.iter().map(|key| format!("not part of this store: {}", name(key))));
     let waiting: u64 = report.waiting.iter().map(|s| s.bytes).sum();
     lines.push(format!(
-        "{store}: {delete} {} ({}); {} ({}) still in their grace period",
-        text::count(report.deleted.len(), "thing"),
+        "{store}: {delete} {} ({}); {} ({}) still in the grace period",
+        text::count(report.deleted.len(), "item"),
         text::bytes(report.deleted_bytes()),
         report.waiting.len(),
         text::bytes(waiting)

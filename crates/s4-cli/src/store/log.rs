@@ -22,7 +22,7 @@ pub(crate) fn log(args: &StoreArgs, from: u64) -> Result<()> {
         vec![e.n.to_string(), text::when(e.at_ms), verb.to_owned(), rest]
     };
     let rows: Vec<_> = entries.iter().map(line).collect();
-    say(&text::table(&["entry", "time", "what", ""], &rows, &[1, 2, 3]))
+    say(&text::table(&["entry", "time", "change", ""], &rows, &[1, 2, 3]))
 }
 
 fn operation(op: &Op) -> (&'static str, String) {
@@ -33,7 +33,7 @@ fn operation(op: &Op) -> (&'static str, String) {
         Op::Publish(p) => {
             let kind = match (&p.parent, &p.replaces) {
                 (Some(parent), _) => format!("delta of {}", parent.id),
-                (None, Some(old)) => format!("base in place of {}", old.id),
+                (None, Some(old)) => format!("base replacing {}", old.id),
                 (None, None) => "base".into(),
             };
             let size = text::bytes(p.data_len.saturating_add(p.manifest_len));

@@ -33,23 +33,23 @@ use crate::{Common, Overwrite, at_least_one};
 /// The verbs.
 #[derive(Subcommand)]
 pub(crate) enum Verb {
-    /// Create a store, after testing the place
+    /// Create a store, after checking that the place is suitable
     Init {
         #[command(flatten)]
         args: StoreArgs,
-        /// How many processes may write: `many` at once, which fails if that is not safe at this place;
-        /// or a `single` one at a time, guarded by a lease
+        /// How many processes may write at once: `many` (refused if the place does not allow it safely), or
+        /// a `single` one, guarded by a lease
         #[arg(long, default_value = "many", value_name = "many|single")]
         writers: Writers,
-        /// Use a network file system that is known to be unsafe
+        /// Allow a network file system that is known to be unsafe
         #[arg(long)]
         allow_network_fs: bool,
     },
-    /// List checkpoints, from the oldest to the newest
+    /// List checkpoints, oldest first
     Ls {
         #[command(flatten)]
         args: StoreArgs,
-        /// Only the newest N
+        /// List only the newest N
         #[arg(long, short = 'n', value_name = "N", value_parser = at_least_one)]
         last: Option<usize>,
     },
@@ -63,7 +63,7 @@ pub(crate) enum Verb {
         #[arg(long, requires = "which")]
         bits: bool,
     },
-    /// Write one checkpoint into a .s4w or .safetensors file
+    /// Restore a checkpoint to a .s4w or .safetensors file
     Restore {
         #[command(flatten)]
         args: StoreArgs,
@@ -80,14 +80,14 @@ pub(crate) enum Verb {
         #[command(flatten)]
         common: Common,
     },
-    /// Look for damage in manifests and sizes, or in everything
+    /// Check manifests and sizes, or all data with --read-data
     Verify {
         #[command(flatten)]
         args: StoreArgs,
-        /// Steps or ids; all checkpoints if there is none
+        /// Steps or ids; by default all checkpoints
         #[arg(value_name = "CHECKPOINT")]
         which: Vec<String>,
-        /// Read every object, compare every hash, decode every value
+        /// Read every object, check every hash and decode every value
         #[arg(long)]
         read_data: bool,
         #[command(flatten)]
@@ -99,26 +99,27 @@ pub(crate) enum Verb {
         args: StoreArgs,
         #[command(flatten)]
         choice: retire::Choice,
-        /// The reason, for the log
+        /// Reason to record in the log
         #[arg(long, default_value = "")]
         reason: String,
-        /// Only print what would be done
+        /// Print what would be retired, without retiring it
         #[arg(long)]
         dry_run: bool,
     },
-    /// List retired checkpoints again, with what they need, unless `gc` has given them up
+    /// Put retired checkpoints back on the list, with the checkpoints that they need, unless `gc` has
+    /// given them up
     Unretire {
         #[command(flatten)]
         args: StoreArgs,
-        /// Steps, or checkpoints' ids as `log` prints them
+        /// Steps, or checkpoint ids as printed by `log`
         #[arg(value_name = "CHECKPOINT", required = true)]
         which: Vec<String>,
     },
-    /// Repair a damaged log; without --apply only print what that would do and lose
+    /// Repair a damaged log; without --apply, only report what would be changed and lost
     Repair {
         #[command(flatten)]
         args: StoreArgs,
-        /// Make the changes. Nothing else may use the store meanwhile
+        /// Make the changes. Nothing else may use the store at the same time
         #[arg(long)]
         apply: bool,
     },
@@ -136,7 +137,7 @@ pub(crate) enum Verb {
         #[arg(value_name = "CHECKPOINT", required = true, help = select::WHICH)]
         which: Vec<String>,
     },
-    /// Turn a delta into a base, so that what it needed can be retired
+    /// Rewrite a delta as a base, so that its parent can be retired
     Rebase {
         #[command(flatten)]
         args: StoreArgs,
@@ -148,31 +149,31 @@ pub(crate) enum Verb {
         #[command(flatten)]
         common: Common,
     },
-    /// Delete the data of what was retired or never published
+    /// Delete data of checkpoints that were retired or never published
     Gc {
         #[command(flatten)]
         args: StoreArgs,
-        /// How long data is kept for those who may still be reading it: 7d, 36h; less than a day needs
+        /// How long to keep data that others may still be reading, such as 7d or 36h; less than a day needs
         /// --exclusive
         #[arg(long, default_value = "7d", value_parser = humantime::parse_duration)]
         grace: Duration,
         /// Promise that nothing else is using the store
         #[arg(long)]
         exclusive: bool,
-        /// Only print what would be done
+        /// Print what would be deleted, without deleting it
         #[arg(long)]
         dry_run: bool,
     },
-    /// Test whether several writers are safe at a place; no store is needed
+    /// Test whether a place is safe for several writers; no store is needed
     Probe {
         #[command(flatten)]
         args: StoreArgs,
-        /// Open a store that allows one writer at a time to any number, if that is safe. Nothing may
-        /// write to it meanwhile
+        /// Change a store for one writer at a time to allow any number, if that is safe. Nothing may write
+        /// to it at the same time
         #[arg(long)]
         allow_many: bool,
     },
-    /// Remove the lease of a dead process from a store that allows one writer at a time
+    /// Remove the lease that a dead process left in a store for one writer at a time
     BreakLease {
         #[command(flatten)]
         args: StoreArgs,
@@ -185,13 +186,13 @@ pub(crate) enum Verb {
         #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         from: u64,
     },
-    /// Plot the size and ratio of each step, and what costs most
+    /// Plot the size and ratio of each checkpoint, and the largest tensors
     Plot {
         #[command(flatten)]
         args: StoreArgs,
         /// SVG file to write
         output: std::path::PathBuf,
-        /// Only the newest N
+        /// Plot only the newest N
         #[arg(long, short = 'n', value_name = "N", default_value_t = 200, value_parser = at_least_one)]
         last: usize,
     },

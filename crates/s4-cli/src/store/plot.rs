@@ -64,7 +64,7 @@ pub(crate) fn plot(args: &StoreArgs, output: &Path, last: usize) -> Result<()> {
     if output.extension().is_none_or(|e| e != "svg") {
         let name = output.display();
         return Err(Failure::Usage(format!(
-            "{name}: the plot is an SVG file: its name must end with .svg"
+            "{name}: the output is an SVG file, so its name must end with .svg"
         )));
     }
     let store = args.open_to_read(s4weights::store::StoreOptions::default())?;
@@ -239,7 +239,7 @@ fn dearest(svg: &mut Svg, f: &Figures, costs: &[Cost], top: f64) {
             .into_iter()
             .flatten()
             .collect();
-    let title = format!("what costs most in {}", of.join(" and "));
+    let title = format!("largest tensors in {}", of.join(" and "));
     svg.text(LEFT, top - 16.0, 13.0, INK, Anchor::Start, &title);
     let max = costs.iter().map(Cost::largest).max().unwrap_or(1).max(1) as f64;
     let names = 360.0;

@@ -62,7 +62,7 @@ fn as_text(name: &str, report: &RepairReport) -> String {
     for loss in &report.losses {
         let what = match (loss.step, loss.checkpoint) {
             (Some(step), Some(id)) => format!("step {step} ({id})"),
-            _ => format!("what entry {} said", loss.entry),
+            _ => format!("the contents of entry {}", loss.entry),
         };
         lines.push(format!("LOST     {what}: {}", loss.why));
     }
@@ -83,15 +83,18 @@ fn as_text(name: &str, report: &RepairReport) -> String {
     match &report.aside {
         Some(aside) => {
             lines.push(format!("{name}: repaired: {entries}"));
-            lines.push(format!("the original entries are kept below {aside}"));
-            lines.push(format!("listed: steps {steps}"));
-            lines.push("`s4w store verify --read-data` says which of them restore".into());
-        }
-        None => {
-            lines.push(format!("{name}: a repair would leave: {entries}"));
+            lines.push(format!("the original entries are kept under {aside}"));
             lines.push(format!("listed: steps {steps}"));
             lines.push(
-                "nothing was changed; --apply does it, while nothing else uses the store".into(),
+                "run `s4w store verify --read-data` to see which of them can be restored".into(),
+            );
+        }
+        None => {
+            lines.push(format!("{name}: would repair: {entries}"));
+            lines.push(format!("listed: steps {steps}"));
+            lines.push(
+                "nothing was changed; to repair, use --apply while nothing else uses the store"
+                    .into(),
             );
         }
     }

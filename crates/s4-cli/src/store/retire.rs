@@ -19,16 +19,16 @@ pub(crate) struct Choice {
     /// Keep the newest N
     #[arg(long, value_name = "N")]
     keep_last: Option<NonZeroUsize>,
-    /// Keep steps that are a multiple of K
+    /// Keep steps that are multiples of K
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u64).range(1..))]
     keep_every: Option<u64>,
-    /// Keep the best by a metric, such as loss:3:min or accuracy:1:max; may be repeated
+    /// Keep the best checkpoints by a metric, such as loss:3:min or accuracy:1:max; may be repeated
     #[arg(long, value_name = "METRIC:COUNT:min|max", value_parser = best)]
     keep_best: Vec<Best>,
 }
 
 fn best(text: &str) -> std::result::Result<Best, String> {
-    let form = || "the form is METRIC:COUNT:min or METRIC:COUNT:max".to_owned();
+    let form = || "expected METRIC:COUNT:min or METRIC:COUNT:max".to_owned();
     let mut parts = text.rsplitn(3, ':');
     let larger = match parts.next() {
         Some("max") => true,
@@ -62,7 +62,7 @@ pub(crate) fn retire(args: &StoreArgs, choice: &Choice, reason: &str, dry_run: b
         && choice.keep_best.is_empty()
     {
         return Err(Failure::Usage(
-            "name checkpoints to retire, or what to keep: --keep-last, --keep-every, --keep-best"
+            "name checkpoints to retire, or rules for those to keep: --keep-last, --keep-every, --keep-best"
                 .into(),
         ));
     }
@@ -112,7 +112,7 @@ impl Choice {
 fn obstacle(state: &State, going: &[Checkpoint]) -> Result<()> {
     if let Some(pinned) = going.iter().find(|c| c.pinned) {
         let step = pinned.step();
-        let hint = "`s4w store unpin` unpins it";
+        let hint = "unpin it with `s4w store unpin`";
         return Err(Failure::Conflict(format!("step {step} is pinned; {hint}")));
     }
     let ids: Vec<_> = going.iter().map(Checkpoint::id).collect();

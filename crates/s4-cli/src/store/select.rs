@@ -5,7 +5,7 @@ use s4weights::store::{Checkpoint, CheckpointId, Entry, Op, State};
 use crate::error::{Failure, Result};
 
 /// What `find` takes, for help texts.
-pub(crate) const WHICH: &str = "A step, a checkpoint's id, or `latest`";
+pub(crate) const WHICH: &str = "Step, checkpoint id, or `latest`";
 
 /// The checkpoint that a word names: `latest`, a step (the newest checkpoint of it), or an id.
 pub(crate) fn find<'a>(store: &str, state: &'a State, which: &str) -> Result<&'a Checkpoint> {
@@ -16,11 +16,11 @@ pub(crate) fn find<'a>(store: &str, state: &'a State, which: &str) -> Result<&'a
         return state.at_step(step).ok_or_else(|| no_step(store, state, step));
     }
     let id: CheckpointId = which.parse().map_err(|_| {
-        Failure::Usage(format!("`{which}` is not a step, a checkpoint's id or `latest`"))
+        Failure::Usage(format!("`{which}` is not a step, a checkpoint id or `latest`"))
     })?;
     state.get(id).ok_or_else(|| match state.dead(id) {
         Some(dead) => Failure::NotFound(format!(
-            "checkpoint {id} is not listed any more: see entry {} of `s4w store log`",
+            "checkpoint {id} is no longer listed: see entry {} of `s4w store log`",
             dead.entry
         )),
         None => Failure::NotFound(format!("{store} has no checkpoint {id}")),
@@ -42,7 +42,7 @@ pub(crate) fn find_all(store: &str, state: &State, which: &[String]) -> Result<V
 /// The id that a word names in the whole log: it is an id, or a step, whose last retired checkpoint is meant.
 pub(crate) fn find_retired(store: &str, log: &[Entry], which: &str) -> Result<CheckpointId> {
     let Ok(step) = which.parse::<u64>() else {
-        let not = |_| Failure::Usage(format!("`{which}` is not a step or a checkpoint's id"));
+        let not = |_| Failure::Usage(format!("`{which}` is not a step or a checkpoint id"));
         return which.parse().map_err(not);
     };
     let of_step = |entry: &Entry| match &entry.op {

@@ -51,8 +51,8 @@ pub(crate) fn restore(
     let is_ours = output.ends_with(".s4w");
     if !is_ours && !output.ends_with(".safetensors") {
         return Err(Failure::Unsupported(format!(
-            "{}: a checkpoint is restored to a .s4w or .safetensors file, and by the Python wheel's `s4w` \
-             to a .pt file: `pip install s4weights torch`",
+            "{}: the output must be a .s4w or .safetensors file; the Python wheel's `s4w` also writes .pt \
+             files: `pip install s4weights torch`",
             redact_url(&output)
         )));
     }
@@ -100,7 +100,7 @@ fn check_outside(store: &str, output: &str) -> Result<()> {
     let folder = file.and_then(|file| fs::canonicalize(files::folder(&file)).ok());
     match (root, folder) {
         (Some(root), Some(folder)) if folder.starts_with(&root) => Err(Failure::Usage(format!(
-            "{}: lies in the store that is read, and nothing was changed: name an output outside of it",
+            "{}: the output is in the store that is read; nothing was changed. Name an output outside of it",
             redact_url(output)
         ))),
         _ => Ok(()),
@@ -138,11 +138,11 @@ pub(crate) fn rebase(args: &StoreArgs, which: &str, preset: Preset, common: &Com
     }
     let (step, after) = (report.step, text::bytes(report.bytes));
     if !report.changed {
-        return say(&format!("step {step} is a base already ({after})"));
+        return say(&format!("step {step} is already a base ({after})"));
     }
     let before = text::bytes(report.bytes_before);
     say(&format!(
-        "step {step} is a base now: {before} -> {after}, every value compared; id {}",
+        "step {step} is now a base: {before} -> {after}, every value compared; id {}",
         report.id
     ))
 }

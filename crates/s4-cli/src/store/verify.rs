@@ -126,7 +126,7 @@ impl Verified {
         let named = |step: Option<u64>| step.map_or("?".into(), |s| s.to_string());
         for u in &self.unusable {
             let (step, other) = (named(u.step), named(u.because_of_step));
-            lines.push(format!("UNUSABLE  step {step}: it needs step {other}"));
+            lines.push(format!("UNUSABLE  step {step}: needs step {other}"));
         }
         let read = match read_data {
             true => format!("{} read, every value decoded", text::bytes(self.bytes_read)),
@@ -154,7 +154,7 @@ impl Verified {
         for loss in &self.lost {
             match (loss.step, loss.checkpoint) {
                 (Some(step), Some(id)) => lost.push(format!("{step} ({id}): {}", loss.why)),
-                _ => unknown.push(format!("what entry {} said", loss.entry)),
+                _ => unknown.push(format!("the contents of entry {}", loss.entry)),
             }
         }
         for data in &self.unnamed {

@@ -29,8 +29,8 @@ pub(crate) fn probe(args: &StoreArgs, allow_many: bool) -> Result<()> {
             return say(&to_json(&report)?);
         }
         return say(&match single {
-            true => format!("{}: any number of writers are allowed from now on", store.name()),
-            false => format!("{}: any number of writers are allowed already", store.name()),
+            true => format!("{}: now allows any number of writers", store.name()),
+            false => format!("{}: already allows any number of writers", store.name()),
         });
     }
     let options = args.options(StoreOptions::default());
@@ -41,8 +41,8 @@ pub(crate) fn probe(args: &StoreArgs, allow_many: bool) -> Result<()> {
     let name = redact_url(&args.store);
     if !report.many_writers() {
         return Err(Failure::Test(format!(
-            "{name}: several writers are not safe there: {}; `s4w store init --writers single` makes a \
-             store for one at a time",
+            "{name}: several writers are not safe here: {}; create a store for one writer at a time with \
+             `s4w store init --writers single`",
             report.detail
         )));
     }
@@ -56,7 +56,7 @@ fn as_text(name: &str, report: &ProbeReport, single: bool) -> String {
     );
     if single {
         text.push_str(
-            "\nthe store there allows one writer at a time; `--allow-many` opens it to any number",
+            "\nthe existing store allows one writer at a time; use `--allow-many` to allow any number",
         );
     }
     text
@@ -75,7 +75,7 @@ pub(crate) fn break_lease(args: &StoreArgs) -> Result<()> {
         return say(&to_json(&removed)?);
     }
     if removed.is_empty() {
-        return say(&format!("{}: there is no lease to remove", store.name()));
+        return say(&format!("{}: no lease to remove", store.name()));
     }
     removed
         .iter()
