@@ -100,7 +100,7 @@ pub(crate) fn compress(
                 let key = format!("{FOREIGN}{name}");
                 if contents.metadata.contains_key(&key) {
                     return Err(Failure::Unsupported(format!(
-                        "{input}: the metadata already has the key `{key}`, which is needed for the dtype of that tensor"
+                        "{input}: the metadata already has the key `{key}`, needed for the dtype of that tensor"
                     )));
                 }
                 contents.metadata.insert(key, text);

@@ -122,7 +122,7 @@ impl Config {
         let bad = |why: String| Error::Config(format!("{}: {why}", path.display()));
         let len = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?.len();
         if len > MAX_FILE {
-            return Err(bad(format!("{len} bytes, {MAX_FILE} at most")));
+            return Err(bad(format!("the file has {len} bytes, at most {MAX_FILE} are allowed")));
         }
         let text = std::fs::read_to_string(path).map_err(|e| bad(e.to_string()))?;
         // The parser's own message would repeat the line, which may hold a secret.
@@ -141,20 +141,20 @@ impl Config {
     pub fn check(&self) -> Result<()> {
         let bad = |what: &str| Err(Error::Config(what.to_owned()));
         if self.store.is_empty() {
-            return bad("`store` is missing: the folder or URL that checkpoints go to");
+            return bad("`store` is missing: set it to the folder or URL to save checkpoints to");
         }
         check_url(&self.store).map_err(|e| Error::Config(format!("`store`: {e}")))?;
         if self.http.parse::<std::net::SocketAddr>().is_err() {
-            return bad("`http`: an address such as 127.0.0.1:8080 is expected");
+            return bad("`http`: expected an address such as 127.0.0.1:8080");
         }
         if !(1..=3600).contains(&self.drain_seconds) {
-            return bad("`drain_seconds`: 1 to 3600 are allowed");
+            return bad("`drain_seconds`: expected 1 to 3600");
         }
         if self.bandwidth == Some(0) {
-            return bad("`bandwidth` is 0: nothing would ever be durable");
+            return bad("`bandwidth` is 0: no checkpoint would ever become durable");
         }
         if self.keep_last == Some(0) {
-            return bad("`keep_last` is 0: nothing would be kept");
+            return bad("`keep_last` is 0: no checkpoint would be kept");
         }
         check_storage_options(&self.storage_options)
             .map_err(|e| Error::Config(format!("`storage_options`: {e}")))?;
@@ -178,7 +178,7 @@ impl Config {
             }
             known => known.map_err(|_| {
                 let name = &self.preset;
-                let what = format!("`preset`: `{name}` is none of `fast`, `balanced` and `small`");
+                let what = format!("`preset`: `{name}` is not `fast`, `balanced` or `small`");
                 Error::Config(what)
             }),
         }
@@ -232,7 +232,7 @@ pub(crate) fn check_address(member: &str, address: &str) -> Result<()> {
     if url.is_some_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host()) {
         return Ok(());
     }
-    let what = "an address that begins with http:// or https:// is expected";
+    let what = "expected an address that begins with http:// or https://";
     Err(Error::Config(format!("`{member}`: {what}")))
 }
 
@@ -251,7 +251,7 @@ fn check_program(member: &str, program: &Path) -> Result<()> {
     if found {
         return Ok(());
     }
-    Err(Error::Config(format!("`{member}`: {} is no program", program.display())))
+    Err(Error::Config(format!("`{member}`: {} is not an executable program", program.display())))
 }
 
 #[cfg(test)]
@@ -279,7 +279,7 @@ mod tests {
         let said = check("store = \"a\"\npreset = \"nvcomp\"\n");
         assert!(said.contains("`preset`: `nvcomp` needs a GPU"), "{said}");
         let said = check("store = \"a\"\npreset = \"smal\"\n");
-        assert!(said.contains("`smal` is none of `fast`, `balanced` and `small`"), "{said}");
+        assert!(said.contains("`smal` is not `fast`, `balanced` or `small`"), "{said}");
         let said = check("store = \"a\"\n\nbogus = 1\n");
         assert!(said.contains("line 3: ") && said.contains("bogus"), "{said}");
         for (line, key) in [
@@ -307,14 +307,14 @@ mod tests {
         assert!(said.ends_with("invalid type: string, expected a map"), "{said}");
         for imds in ["169.254.169.254", "file:///etc", "http://", ""] {
             let said = check(&format!("store = \"a\"\nimds = {imds:?}\n"));
-            assert!(said.contains("`imds`: an address"), "{imds}: {said}");
+            assert!(said.contains("`imds`: expected an address"), "{imds}: {said}");
         }
         let service =
             "store = \"a\"\n[entitlement]\nmode = \"register-usage\"\nproduct_code = \"x\"\n";
         let said = check(&format!("{service}region = \"eu west\"\n"));
         assert!(said.contains("`region`"), "{said}");
         let said = check(&format!("{service}endpoint = \"metering\"\n"));
-        assert!(said.contains("`entitlement.endpoint`: an address"), "{said}");
+        assert!(said.contains("`entitlement.endpoint`: expected an address"), "{said}");
     }
 
     #[test]
@@ -327,7 +327,8 @@ mod tests {
         for program in ["no-such-program", "/no/such/program", "/etc/passwd", "/etc", ""] {
             let said = check(program);
             assert!(
-                said.contains("`watch.pt_converter`: ") && said.contains("no program"),
+                said.contains("`watch.pt_converter`: ")
+                    && said.contains("is not an executable program"),
                 "{said}"
             );
         }

@@ -47,7 +47,7 @@ impl Connections {
             let service = TowerToHyperService::new(router);
             let serving = http.serve_connection(TokioIo::new(stream), service);
             if let Ok(Err(e)) = timeout(LONGEST, serving).await {
-                tracing::debug!(error = %e, "a connection broke");
+                tracing::debug!(error = %e, "a connection failed");
             }
         });
         let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
@@ -56,7 +56,7 @@ impl Connections {
         if open.len() > MAX_CONNECTIONS
             && let Some(oldest) = open.pop_front()
         {
-            tracing::debug!("the oldest of {MAX_CONNECTIONS} connections is closed for a new one");
+            tracing::debug!("closing the oldest of {MAX_CONNECTIONS} connections for a new one");
             oldest.abort();
         }
     }

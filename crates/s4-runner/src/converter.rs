@@ -41,14 +41,14 @@ pub(crate) fn run(
     let said = listen(&mut child);
     let status = wait(&mut child, ends).map_err(later)?;
     let said = said.map(|thread| thread.join().unwrap_or_default()).unwrap_or_default();
-    let why = |status: ExitStatus| format!("{} ended with {status}: {said}", program.display());
+    let why = |status: ExitStatus| format!("{} failed with {status}: {said}", program.display());
     match status {
         Some(status) if status.success() => Ok(()),
         Some(status) if status.code().is_none() => Err(Unconverted::Killed(why(status))),
         Some(status) if status.code() == Some(IO) => Err(Unconverted::Later(why(status))),
         Some(status) => Err(Unconverted::Rejected(why(status))),
         None if ends() => Err(Unconverted::Later("the runner is shutting down".into())),
-        None => Err(Unconverted::Rejected("converting it took too long".into())),
+        None => Err(Unconverted::Rejected("the conversion took too long".into())),
     }
 }
 

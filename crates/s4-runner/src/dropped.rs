@@ -166,7 +166,7 @@ pub(crate) fn finish_removals(folder: &Path) -> io::Result<()> {
             false => clear(&hidden),
         };
         if let Err(e) = done {
-            tracing::warn!(path = %hidden.display(), error = %e, "durable, but not removed");
+            tracing::warn!(path = %hidden.display(), error = %e, "durable, but could not be removed");
         }
     }
     Ok(())

@@ -22,7 +22,7 @@ pub enum Error {
     #[error("entitlement_unreachable: {0}")]
     Unreachable(String),
     /// Another process uses the state folder, the staging folder or the socket.
-    #[error("{0}: another runner uses it")]
+    #[error("{0}: in use by another runner")]
     Locked(String),
     /// No CUDA device, although one is required.
     #[error("a GPU is required: {0}")]
@@ -39,8 +39,8 @@ pub enum Error {
     },
     /// It ended on request, but something that it had accepted is not durable yet. The journal has it.
     #[error(
-        "{count} of the accepted checkpoints are not durable yet: {which}; the next start with this state \
-         folder and staging folder resumes them"
+        "{count} of the accepted checkpoints are not durable yet: {which}; to resume, start again with the \
+         same state folder and staging folder"
     )]
     NotDurable {
         /// How many.

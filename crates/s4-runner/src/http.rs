@@ -45,7 +45,7 @@ pub(crate) async fn serve(listener: TcpListener, router: Router) {
 
 /// Waits after a failed accept: the cause, such as a lack of file descriptors, may be temporary.
 pub(crate) async fn pause_after(e: &std::io::Error) {
-    tracing::warn!(error = %e, "a connection could not be accepted");
+    tracing::warn!(error = %e, "could not accept a connection");
     tokio::time::sleep(std::time::Duration::from_millis(200)).await;
 }
 

@@ -33,7 +33,7 @@ pub enum NoAnswer {
         status: u16,
     },
     /// Nobody answered, or not in time.
-    #[error("the instance metadata does not answer: {0}")]
+    #[error("the instance metadata service does not answer: {0}")]
     Unreachable(String),
 }
 
@@ -104,7 +104,7 @@ fn unreachable(e: &reqwest::Error) -> NoAnswer {
 /// The text of an answer, of bounded size.
 pub(crate) async fn body(answer: reqwest::Response) -> Result<String, NoAnswer> {
     let bytes = bounded(answer).await.map_err(NoAnswer::Unreachable)?;
-    String::from_utf8(bytes).map_err(|_| NoAnswer::Unreachable("no text".into()))
+    String::from_utf8(bytes).map_err(|_| NoAnswer::Unreachable("the answer is not text".into()))
 }
 
 /// The bytes of an answer, of bounded size.

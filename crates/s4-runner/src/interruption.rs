@@ -28,7 +28,7 @@ pub(crate) async fn watch_spot(imds: Imds, health: Arc<Health>, queue: SharedQue
                 }
             }
             Err(e) if reachable => {
-                tracing::warn!(error = %e, "spot interruptions would not be noticed");
+                tracing::warn!(error = %e, "cannot poll the instance metadata: a spot interruption would go unnoticed");
                 reachable = false;
             }
             Err(_) => {}
@@ -43,7 +43,7 @@ pub(crate) fn notice(health: &Health, queue: &SharedQueue, source: &'static str,
         tracing::warn!(
             source,
             detail,
-            "an interruption was announced: the newest checkpoint goes first"
+            "an interruption was announced: uploading the newest checkpoint first"
         );
     }
     health.interrupted(source, detail);
@@ -58,7 +58,7 @@ fn described(text: &str) -> String {
         (Some(action), Some(time)) => format!("{action} at {time}"),
         (None, Some(time)) => format!("notice of {time}"),
         (Some(action), None) => action,
-        (None, None) => "a notice that is not understood".to_owned(),
+        (None, None) => "unrecognized notice".to_owned(),
     }
 }
 
@@ -71,7 +71,7 @@ mod tests {
         let text = r#"{"action":"terminate","time":"2026-11-23T10:00:00Z"}"#;
         assert_eq!(described(text), "terminate at 2026-11-23T10:00:00Z");
         assert_eq!(described(r#"{"noticeTime":"t"}"#), "notice of t");
-        assert_eq!(described("<html>"), "a notice that is not understood");
+        assert_eq!(described("<html>"), "unrecognized notice");
         assert!(described(&format!(r#"{{"action":"{}"}}"#, "a".repeat(500))).len() < 50);
     }
 }

@@ -75,7 +75,7 @@ impl Journal {
                 },
                 Some("damaged") => {
                     damaged
-                        .push(Damaged { name, why: "it was put aside at an earlier start".into() });
+                        .push(Damaged { name, why: "it was set aside at an earlier start".into() });
                 }
                 // An incomplete write: the rename did not happen.
                 Some("tmp") => fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?,
@@ -201,7 +201,8 @@ impl KnownStore {
     pub(crate) fn get(&self) -> io::Result<Option<Uuid>> {
         match fs::read_to_string(&self.0) {
             Ok(id) => Uuid::parse_str(id.trim()).map(Some).map_err(|e| {
-                let what = format!("{e}; without the file, whatever store is there is taken");
+                let what =
+                    format!("{e}; if the file is removed, any store found there is accepted");
                 io::Error::new(io::ErrorKind::InvalidData, what)
             }),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -272,8 +273,8 @@ fn read_record(path: &Path) -> std::result::Result<Record, String> {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     match (record.v, stem == record.id.to_string()) {
         (1, true) => Ok(record),
-        (1, false) => Err("it is the record of another submission".into()),
-        (v, _) => Err(format!("version {v}, this program knows 1")),
+        (1, false) => Err("it belongs to another submission".into()),
+        (v, _) => Err(format!("version {v} is not supported, only version 1")),
     }
 }
 

@@ -17,7 +17,7 @@ pub(crate) fn give_back() {
     // later blocks come from.
     let done = unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM) };
     if done == 0 {
-        tracing::warn!("the C library keeps memory that was freed: its setting was refused");
+        tracing::warn!("mallopt failed: the C library may keep freed memory");
     }
 }
 

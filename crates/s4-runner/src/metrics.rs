@@ -78,7 +78,7 @@ impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix("s4w_runner");
         let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
-        registry.register("build", "The program", build);
+        registry.register("build", "Version of the program", build);
         let restore = Family::new_with_constructor(times as fn() -> Histogram);
         let metrics = Self {
             accepted: Counter::default(),
@@ -103,8 +103,8 @@ impl Default for Metrics {
         };
         let r = &mut registry;
         let m = &metrics;
-        r.register("accepted", "Checkpoints that were accepted", m.accepted.clone());
-        r.register("refused", "Submissions that were refused", m.refused.clone());
+        r.register("accepted", "Accepted checkpoints", m.accepted.clone());
+        r.register("refused", "Refused submissions", m.refused.clone());
         let help = "Bytes of checkpoints, before and after compression";
         r.register_with_unit("checkpoint", help, Unit::Bytes, m.bytes.clone());
         let help = "Time to compress and verify a checkpoint";
@@ -113,24 +113,24 @@ impl Default for Metrics {
         r.register_with_unit("upload_duration", help, Unit::Seconds, m.upload.clone());
         let help = "Time to restore a checkpoint, by where it came from";
         r.register_with_unit("restore_duration", help, Unit::Seconds, m.restore.clone());
-        let help = "Checkpoints that were damaged";
+        let help = "Damaged checkpoints";
         r.register("verify_failures", help, m.verify_failures.clone());
-        r.register("errors", "Failures, each of which is tried again", m.errors.clone());
-        let help = "Checkpoints that the journal knows, by state";
+        r.register("errors", "Failures, each of them retried", m.errors.clone());
+        let help = "Checkpoints in the journal, by state";
         r.register("checkpoints", help, m.checkpoints.clone());
-        let help = "Bytes of the local drive held by checkpoints that are not durable";
+        let help = "Bytes on the local drive of checkpoints that are not durable";
         r.register_with_unit("queue", help, Unit::Bytes, m.queued.clone());
-        let help = "Bytes that are free on the local drive";
+        let help = "Free bytes on the local drive";
         r.register_with_unit("staging_free", help, Unit::Bytes, m.free.clone());
         r.register("last_durable_step", "The newest durable step", m.step.clone());
-        let help = "When a checkpoint last became durable";
+        let help = "Time when a checkpoint last became durable";
         r.register_with_unit("last_durable_timestamp", help, Unit::Seconds, m.durable_at.clone());
-        let help = "Age of the oldest checkpoint that is not durable; 0: there is none";
+        let help = "Age of the oldest checkpoint that is not durable; 0 if there is none";
         r.register_with_unit("durable_lag", help, Unit::Seconds, m.lag.clone());
         r.register("store_reachable", "Whether the store answers", m.reachable.clone());
-        r.register("ready", "Whether /readyz says so", m.ready.clone());
+        r.register("ready", "Whether /readyz reports ready", m.ready.clone());
         r.register("entitled", "Whether the entitlement was granted", m.entitled.clone());
-        let help = "When an interruption was announced; 0: none was";
+        let help = "Time when an interruption was announced; 0 if none was";
         let unit = Unit::Seconds;
         r.register_with_unit("interruption_timestamp", help, unit, m.interrupted_at.clone());
         for state in State::ALL {

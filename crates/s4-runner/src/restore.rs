@@ -140,7 +140,7 @@ impl Service {
                 match self.copy_out(&place) {
                     Ok(path) => {
                         self.metrics.restored(place.tier(), started.elapsed());
-                        skipped.extend(no_list.map(|e| format!("the store's list: {e}")));
+                        skipped.extend(no_list.map(|e| format!("listing the store: {e}")));
                         return Ok(Restored { path, step, tier: place.tier(), skipped });
                     }
                     Err(e) => {

@@ -51,7 +51,7 @@ impl Default for Hooks {
             reached: Arc::new(|_| {}),
             gpu: Arc::new(devices),
             convert: Arc::new(|_, _| {
-                Err(Unconverted::Rejected("such files are not converted here".into()))
+                Err(Unconverted::Rejected("files of this type are not supported".into()))
             }),
         }
     }
@@ -102,7 +102,7 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     service.queue.set_mode(Mode::Draining);
     tokio::select! {
         () = drain(&service) => {}
-        why = signals.end() => tracing::warn!("{why} again: ending without waiting"),
+        why = signals.end() => tracing::warn!("{why} again: exiting without waiting"),
     }
     worker.interrupt.stop();
     service.queue.stop();
@@ -113,7 +113,7 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     let records = service.queue.list();
     let failed: Vec<_> = records.iter().filter(|r| r.state == State::Failed).collect();
     if !failed.is_empty() {
-        tracing::warn!("failed, and kept until they are forgotten: {}", named(&failed));
+        tracing::warn!("failed checkpoints, kept until they are forgotten: {}", named(&failed));
     }
     let left: Vec<_> = records.iter().filter(|r| !r.state.is_final()).collect();
     if left.is_empty() {
@@ -138,7 +138,7 @@ fn named(records: &[&Record]) -> String {
 fn engine(config: &Config, hooks: &Hooks) -> Result<String> {
     match (hooks.gpu)() {
         Ok(names) => Ok(format!(
-            "cpu: files are encoded on the processor; trainers encode on {names}, to the same bytes"
+            "cpu: the runner encodes on the CPU; trainers encode on {names}, with identical results"
         )),
         Err(why) if config.require_gpu => Err(Error::NoGpu(why)),
         Err(why) => Ok(format!("cpu: {why}")),
@@ -149,7 +149,7 @@ fn engine(config: &Config, hooks: &Hooks) -> Result<String> {
 fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service>, Worker)> {
     let (journal, mut records, damaged) = Journal::open(&config.state_dir)?;
     for bad in &damaged {
-        tracing::error!(record = bad.name, why = bad.why, "a record of the journal cannot be read");
+        tracing::error!(record = bad.name, why = bad.why, "cannot read a journal record");
     }
     let staging = Staging::open(&config.staging())?;
     let known = journal.known_store();
@@ -223,12 +223,12 @@ fn stay_with_store(
             Err(Error::Config(what))
         };
         let first = format!(
-            "and are not for {name}: start the runner with {before} until they are durable or forgotten"
+            "and must not go to {name}: run with {before} until they are durable or forgotten"
         );
         if open == 0 && damaged > 0 {
             return refused(format!(
-                "{damaged} records cannot be read (journal/*.damaged), and their checkpoints may not be durable in \
-                 {before}: start the runner with {before} until everything is durable, and remove these files"
+                "{damaged} journal records cannot be read (journal/*.damaged), and their checkpoints may not be \
+                 durable in {before}: run with {before} until everything is durable and remove these files"
             ));
         }
         if open == 0 {
@@ -237,18 +237,18 @@ fn stay_with_store(
                 Ok(found) => open = found,
                 Err(e) => {
                     return refused(format!(
-                        "the local store cannot be read ({e}); its checkpoints are for {before}, {first}"
+                        "the local store cannot be read ({e}); its checkpoints belong in {before} {first}"
                     ));
                 }
             }
         }
         if open > 0 {
-            return refused(format!("{open} checkpoints are not durable in {before} yet, {first}"));
+            return refused(format!("{open} checkpoints are not durable in {before} yet {first}"));
         }
         tracing::warn!(
             before,
             now = name,
-            "the store has changed: forgetting what became durable in the previous one"
+            "the store has changed: forgetting the checkpoints that are durable in the previous one"
         );
         stores.clear().map_err(|e| Error::io("clear", &config.staging(), e))?;
         for record in records.drain(..) {
@@ -259,7 +259,7 @@ fn stay_with_store(
 }
 
 async fn listen(address: &str) -> Result<TcpListener> {
-    let at = |source| Error::Io { action: "listen at", path: address.to_owned(), source };
+    let at = |source| Error::Io { action: "listen on", path: address.to_owned(), source };
     TcpListener::bind(address).await.map_err(at)
 }
 

@@ -144,7 +144,7 @@ impl Service {
         let free = self.staging.free()?;
         if free == 0 || free < self.config.min_free_bytes {
             return Err(Refusal::Full(format!(
-                "{free} bytes are free on the runner's drive, {} are to stay free",
+                "{free} bytes are free on the runner's drive, {} must stay free",
                 self.config.min_free_bytes
             )));
         }
@@ -152,8 +152,8 @@ impl Service {
         match bytes <= room {
             true => Ok(()),
             false => Err(Refusal::Full(format!(
-                "{bytes} bytes do not fit: of the quota of {} bytes {room} are left until earlier \
-                 checkpoints are durable",
+                "{bytes} bytes do not fit: {room} bytes of the quota of {} are left until earlier \
+                 checkpoints become durable",
                 self.config.quota_bytes
             ))),
         }
@@ -255,13 +255,13 @@ fn check_words(submission: &Submission) -> Result<(), Refusal> {
     }
     let texts = metrics.keys().chain(tags.keys()).chain(tags.values());
     if texts.map(String::len).sum::<usize>() > MAX_TEXT {
-        return bad("names and texts of metrics and tags have more than 16 KiB");
+        return bad("names of metrics and tags and values of tags exceed 16 KiB in total");
     }
     if !finite(metrics) {
         return bad("a metric is not a finite number");
     }
     if tags.contains_key(SUBMISSION) {
-        return bad("the tag `s4w.submission` is the runner's own");
+        return bad("the tag `s4w.submission` is reserved for the runner");
     }
     Ok(())
 }

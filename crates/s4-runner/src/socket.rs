@@ -66,7 +66,7 @@ where
         let bytes = bytes.map_err(|e| bad(e.status(), &e.body_text()))?;
         // The parser would accept a list of the members' values as the object.
         if bytes.trim_ascii_start().starts_with(b"[") {
-            return Err(bad(StatusCode::UNPROCESSABLE_ENTITY, "a list instead of an object"));
+            return Err(bad(StatusCode::UNPROCESSABLE_ENTITY, "expected an object, found a list"));
         }
         let request = axum::extract::Request::from_parts(head, bytes.into());
         match Json::<T>::from_request(request, state).await {
@@ -117,7 +117,7 @@ pub(crate) fn bind(path: &Path) -> Result<UnixListener> {
         }
         Ok(_) => {
             let there = std::io::Error::other("the path exists and is not a socket");
-            return Err(Error::io("listen at", path, there));
+            return Err(Error::io("listen on", path, there));
         }
         Err(_) => {}
     }
@@ -125,7 +125,7 @@ pub(crate) fn bind(path: &Path) -> Result<UnixListener> {
     let before = rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o117));
     let bound = UnixListener::bind(path);
     rustix::process::umask(before);
-    let listener = bound.map_err(|e| Error::io("listen at", path, e))?;
+    let listener = bound.map_err(|e| Error::io("listen on", path, e))?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o660))
         .map_err(|e| Error::io("set the mode of", path, e))?;
     Ok(listener)
@@ -161,7 +161,9 @@ pub(crate) async fn serve(listener: UnixListener, router: Router) {
         match listener.accept().await {
             Ok((stream, _)) => match peer(&stream) {
                 Ok(peer) => connections.serve(stream, router.clone().layer(Extension(peer))),
-                Err(e) => tracing::warn!(error = %e, "closed a connection: its peer is unknown"),
+                Err(e) => {
+                    tracing::warn!(error = %e, "closed a connection: cannot identify its peer")
+                }
             },
             Err(e) => pause_after(&e).await,
         }
@@ -199,8 +201,9 @@ async fn require(
     }
     let uid = peer.map_or_else(String::new, |p| format!(" {}", p.uid));
     service.metrics.refused("forbidden");
-    let why =
-        format!("user{uid} may not do this: `allow_uids` and `allow_gids` say who may submit");
+    let why = format!(
+        "permission denied for user{uid}: `allow_uids` and `allow_gids` set who may submit"
+    );
     answer(StatusCode::FORBIDDEN, "forbidden", &why)
 }
 
@@ -225,11 +228,11 @@ fn bad(code: StatusCode, message: &str) -> Response {
 }
 
 async fn no_such_path(uri: Uri) -> Response {
-    answer(StatusCode::NOT_FOUND, "unknown", &format!("no {}", uri.path()))
+    answer(StatusCode::NOT_FOUND, "unknown", &format!("no such path: {}", uri.path()))
 }
 
 async fn no_such_method(method: Method, uri: Uri) -> Response {
-    let why = format!("{method} {}", uri.path());
+    let why = format!("{method} is not allowed for {}", uri.path());
     answer(StatusCode::METHOD_NOT_ALLOWED, "bad_request", &why)
 }
 
@@ -259,7 +262,7 @@ async fn aside<T: Send + 'static>(
 
 /// The answer after a panic, which is a bug.
 fn failed() -> Response {
-    answer(StatusCode::INTERNAL_SERVER_ERROR, "internal", "it failed")
+    answer(StatusCode::INTERNAL_SERVER_ERROR, "internal", "internal error")
 }
 
 #[derive(Deserialize)]
@@ -342,7 +345,7 @@ async fn forget(
     match aside(move || service.forget(id)).await? {
         Ok(true) => Ok(Json(json!({ "forgotten": id })).into_response()),
         Ok(false) => {
-            let why = format!("no submission {id} has failed");
+            let why = format!("no failed submission {id}");
             Err(answer(StatusCode::NOT_FOUND, "unknown", &why))
         }
         Err(e) => Err(answer(StatusCode::INTERNAL_SERVER_ERROR, "disk", &e.to_string())),
@@ -368,12 +371,16 @@ async fn restore(
         (Some(step), None) => Wanted::Step(step),
         (None, Some(id)) => Wanted::Submission(id),
         (Some(_), Some(_)) => {
-            return Err(bad(StatusCode::BAD_REQUEST, "`step` or `id`, not both"));
+            return Err(bad(StatusCode::BAD_REQUEST, "give `step` or `id`, not both"));
         }
     };
     let request = request.unwrap_or_else(Uuid::new_v4);
     let Some(mut outcome) = service.begin_restore(request, wanted) else {
-        return Err(answer(StatusCode::SERVICE_UNAVAILABLE, "busy", "other restores are running"));
+        return Err(answer(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "busy",
+            "too many restores are running",
+        ));
     };
     // Without a limit the connection's own applies.
     let time = timeout_ms.map_or(Duration::MAX, wait);

@@ -142,15 +142,15 @@ impl Staging {
         let file = OpenOptions::new().read(true).custom_flags(flags).open(self.offered(id));
         let file = file.map_err(|e| match e.kind() {
             io::ErrorKind::NotFound => NotTaken::Missing(name.clone()),
-            _ if e.raw_os_error() == Some(LINK) => refused("it is a link"),
+            _ if e.raw_os_error() == Some(LINK) => refused("symbolic links are not accepted"),
             io::ErrorKind::PermissionDenied => {
-                refused("it cannot be read by the service: mode 0640 is needed")
+                refused("the runner cannot read it: mode 0640 is needed")
             }
             _ => NotTaken::Io(e),
         })?;
         let about = file.metadata()?;
         match about {
-            _ if !about.is_file() => Err(refused("it is not a regular file")),
+            _ if !about.is_file() => Err(refused("not a regular file")),
             _ if about.nlink() != 1 => Err(refused("it has several hard links")),
             _ if about.uid() != uid => Err(refused("it belongs to another user")),
             _ => Ok(file),
@@ -171,7 +171,7 @@ impl Staging {
         let (opened, taken) = (file.metadata()?, fs::symlink_metadata(&to)?);
         if (opened.ino(), opened.dev()) != (taken.ino(), taken.dev()) {
             fs::rename(&to, &from)?;
-            let why = "it was replaced while it was taken";
+            let why = "it was replaced while the runner took it";
             return Err(NotTaken::Refused { name: format!("{id}.s4w"), why });
         }
         let synced = sync_folder(&self.queue()).and_then(|()| sync_folder(&self.incoming()));
@@ -182,7 +182,7 @@ impl Staging {
     /// Moves a file that could not be accepted back to `incoming`.
     pub(crate) fn give_back(&self, id: Uuid) {
         if let Err(e) = fs::rename(self.staged(id), self.offered(id)) {
-            tracing::warn!(%id, error = %e, "a file that was not accepted stays in the queue");
+            tracing::warn!(%id, error = %e, "cannot move a file that was not accepted back out of the queue");
         }
     }
 
@@ -220,7 +220,7 @@ impl Staging {
             let id = path.file_stem().and_then(|s| Uuid::parse_str(&s.to_string_lossy()).ok());
             match id {
                 Some(id) if !is_known(id) => {
-                    tracing::warn!(%id, "giving back a file that no journal record names");
+                    tracing::warn!(%id, "giving back a file without a journal record");
                     self.give_back(id);
                 }
                 Some(id) if !is_needed(id) => {
@@ -247,7 +247,7 @@ impl Staging {
                 if now.duration_since(since) > forgotten
                     && let Err(e) = fs::remove_file(&path)
                 {
-                    tracing::debug!(path = %path.display(), error = %e, "stays");
+                    tracing::debug!(path = %path.display(), error = %e, "not removed");
                 }
                 unclaimed.insert(path, Unclaimed { mark, since });
             }
@@ -271,7 +271,7 @@ fn set_mode(folder: &Path, mode: u32) -> io::Result<()> {
     }
     match fs::set_permissions(folder, fs::Permissions::from_mode(mode)) {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied && mode & 0o2000 != 0 => {
-            tracing::warn!(folder = %folder.display(), "the setgid bit cannot be set: only this user can hand files over");
+            tracing::warn!(folder = %folder.display(), "cannot set the setgid bit: only this user can submit files");
             fs::set_permissions(folder, fs::Permissions::from_mode(mode & !0o2000))
         }
         other => other,

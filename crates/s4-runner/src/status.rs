@@ -189,7 +189,7 @@ impl Status {
             out.push("the local drive is full".into());
         }
         if !from.queue.is_writable() {
-            out.push("the journal cannot be written".into());
+            out.push("the journal is not writable".into());
         }
         if let Some(why) = from.health.uncompressed() {
             out.push(format!("the last checkpoint could not be compressed: {why}"));
@@ -201,7 +201,7 @@ impl Status {
             out.push("the quota of the local drive is used up".into());
         }
         if self.durable_lag_seconds > LAG {
-            out.push("checkpoints wait for more than an hour".into());
+            out.push("a checkpoint has been waiting for more than an hour".into());
         }
         if let Some(why) = from.health.unwatched() {
             out.push(format!("the watched folder: {why}"));

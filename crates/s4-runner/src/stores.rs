@@ -77,7 +77,7 @@ impl Stores {
                 *known = Some(id);
                 if let Err(e) = self.record.set(id) {
                     let path = self.record.path().display();
-                    tracing::warn!(error = %e, "{path}: the store's id cannot be recorded");
+                    tracing::warn!(error = %e, "{path}: cannot record the store's id");
                 }
                 return Ok(store);
             };

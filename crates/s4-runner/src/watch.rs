@@ -85,7 +85,7 @@ impl Watcher {
     }
 
     fn unreadable(&self, e: &std::io::Error) {
-        tracing::warn!(folder = %self.watch.folder.display(), error = %e, "cannot be watched");
+        tracing::warn!(folder = %self.watch.folder.display(), error = %e, "cannot read the watched folder");
         self.service.metrics.error("watch");
         self.service.health.watched(Some(e.to_string()));
     }
@@ -125,7 +125,7 @@ impl Watcher {
             found.extend(dropped::look(&entry?.path()));
         }
         let more =
-            entries.next().map(|_| format!("only {MAX_ENTRIES} of its entries are looked at"));
+            entries.next().map(|_| format!("too many entries: only {MAX_ENTRIES} are checked"));
         self.service.health.watched(more);
         found.sort_by(|a, b| {
             let key = |d: &Dropped| (d.origin.mtime_ns, d.origin.path.clone());
@@ -149,7 +149,7 @@ impl Watcher {
 
     fn remove(&mut self, durable: &Origin) {
         if let Err(e) = dropped::remove(durable) {
-            tracing::warn!(path = %durable.path.display(), error = %e, "durable, but not removed");
+            tracing::warn!(path = %durable.path.display(), error = %e, "durable, but could not be removed");
             // Not if it is left because there is something else in it.
             if e.raw_os_error().is_some() {
                 self.service.metrics.error("watch");
@@ -188,7 +188,7 @@ impl Watcher {
     }
 
     fn pause(&mut self, path: &Path, why: &str) {
-        tracing::warn!(path = %path.display(), error = why, "will be tried again");
+        tracing::warn!(path = %path.display(), error = why, "will be retried");
         if let Some(seen) = self.seen.get_mut(path) {
             let pause = seen.pause.map_or(POLL, |(_, pause)| pause * 2).min(LONGEST_PAUSE);
             seen.pause = Some((Instant::now() + pause, pause));
@@ -206,7 +206,7 @@ impl Watcher {
         let rejected = |why: String| Unconverted::Rejected(why);
         if let Kind::Distributed { newer: Some(newer), .. } = kind {
             return Err(rejected(format!(
-                "{newer} is newer than .metadata, which is written last: it is being written again"
+                "{newer} is newer than .metadata, which is written last: the checkpoint is being overwritten"
             )));
         }
         let name = origin.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -214,7 +214,7 @@ impl Watcher {
             Kind::Distributed { .. } => name.clone(),
             _ => origin.path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
         };
-        let step = step_of(&stem).ok_or_else(|| rejected("its name has no step in it".into()))?;
+        let step = step_of(&stem).ok_or_else(|| rejected("no step in its name".into()))?;
         self.check_room(origin)?;
         let id = Uuid::new_v4();
         let target = self.service.staging.offered(id);
@@ -225,7 +225,7 @@ impl Watcher {
         };
         self.convert(kind, &origin.path, &target).map_err(discard)?;
         if dropped::look(&origin.path).is_none_or(|now| now.origin != *origin) {
-            return Err(discard(Unconverted::Later("it changed while it was read".into())));
+            return Err(discard(Unconverted::Later("it changed while being read".into())));
         }
         let submission = Submission {
             id,
@@ -266,7 +266,7 @@ impl Watcher {
         }
         let program = self.watch.pt_converter.as_ref().ok_or_else(|| {
             Unconverted::Rejected(
-                "PyTorch's files need `pt_converter`: the `s4w` of the wheel".into(),
+                "PyTorch files need `pt_converter`: set it to the `s4w` of the Python wheel".into(),
             )
         })?;
         let threads = self.service.config.threads;

@@ -48,7 +48,7 @@ impl Worker {
     pub(crate) fn compress_all(&self) {
         self.interrupt.watch(|| {
             if let Err(e) = self.adopt() {
-                tracing::warn!(error = %e, "the local store could not be searched");
+                tracing::warn!(error = %e, "cannot search the local store");
             }
             self.tidy(Tidy::Start);
             loop {
@@ -141,7 +141,7 @@ impl Worker {
                 return;
             }
         }
-        tracing::warn!(%id, step, error = why, "it will be tried again");
+        tracing::warn!(%id, step, error = why, "will be retried");
         self.queue.pause(id, before, &why);
     }
 
@@ -186,7 +186,7 @@ impl Worker {
         for (i, &(id, checkpoint)) in listed.iter().enumerate() {
             let (step, local) = (checkpoint.step(), Some(checkpoint.id()));
             let Some(r) = known(id) else {
-                tracing::warn!(%id, step, "no journal record names this checkpoint: adopting it");
+                tracing::warn!(%id, step, "adopting a checkpoint without a journal record");
                 let later =
                     listed[i..].iter().filter_map(|(id, _)| known(*id)).map(|r| r.seq).min();
                 let done = self.queue.adopt(Record::of_local(id, checkpoint), last, later);
@@ -197,7 +197,7 @@ impl Worker {
             };
             last = last.max(r.seq);
             if r.is_lost() && r.local == local {
-                tracing::warn!(%id, step, "its local copy is there again");
+                tracing::warn!(%id, step, "its local copy is back");
                 self.update(id, |r| (r.state, r.error) = (State::Verified, None))?;
             }
         }
@@ -263,7 +263,7 @@ impl Worker {
     fn tidy(&self, how: Tidy) {
         let records = self.queue.list();
         if let Err(e) = self.stores.tidy_local(&records, how) {
-            tracing::warn!(error = %e, "the local store could not be cleaned up");
+            tracing::warn!(error = %e, "cannot clean up the local store");
         }
         self.staging.tidy(Instant::now());
         let listed: Vec<CheckpointId> = match self.stores.local().and_then(|l| l.list()) {
@@ -349,7 +349,7 @@ impl Worker {
         tracing::error!(id = %record.id, step = record.step, why);
         let fail = |r: &mut Record| (r.state, r.error) = (State::Failed, Some(why.to_owned()));
         if let Err(e) = self.update(record.id, fail) {
-            tracing::warn!(error = %e, "the failure could not be recorded: trying again");
+            tracing::warn!(error = %e, "cannot record the failure: retrying");
             self.queue.pause(record.id, State::Verified, why);
         }
     }
@@ -403,7 +403,7 @@ impl Worker {
         (self.reached)("durable");
         tracing::info!(id = %new.id, step = new.step, checkpoint = %copy, "durable");
         if let Err(e) = self.stores.retain() {
-            tracing::warn!(error = %e, "retention failed; the next checkpoint tries again");
+            tracing::warn!(error = %e, "retention failed; will be retried after the next checkpoint");
         }
         Ok(())
     }

@@ -132,7 +132,10 @@ fn a_shutdown_that_leaves_something_says_so() {
     drop(daemon);
     let said = fs::read_to_string(setup.path("log")).unwrap();
     assert!(said.contains("2 of the accepted checkpoints are not durable yet: step 7 ("), "{said}");
-    assert!(said.contains("step 8 (") && said.contains("the next start"), "{said}");
+    assert!(
+        said.contains("step 8 (") && said.contains("start again with the same state folder"),
+        "{said}"
+    );
     // A second signal ends it immediately, with the same code.
     let setup = Setup { more: "drain_seconds = 300\n".into(), ..setup };
     let mut daemon = setup.start();

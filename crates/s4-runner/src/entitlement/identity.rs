@@ -100,12 +100,12 @@ pub(super) async fn ask(
     let document = imds.get(DOCUMENT).await?;
     let signed = certificate.verify(&imds.get(SIGNATURE).await?)?;
     if signed != document.as_bytes() {
-        return Err(No::new("bad_signature", "the signature is of another identity document"));
+        return Err(No::new("bad_signature", "the signature belongs to another identity document"));
     }
     let document: Document = serde_json::from_slice(&signed)
         .map_err(|_| No::new("malformed_reply", "the response is not an identity document"))?;
     if document.instance_id != imds.get(INSTANCE).await? {
-        return Err(No::new("wrong_instance", "the identity document is of another instance"));
+        return Err(No::new("wrong_instance", "the identity document belongs to another instance"));
     }
     let codes = document.marketplace_product_codes.unwrap_or_default();
     match codes.contains(&settings.product_code) {

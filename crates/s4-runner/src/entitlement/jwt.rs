@@ -44,7 +44,7 @@ impl Key {
             }
             A::ES256 | A::ES384 => DecodingKey::from_ec_pem(&pem),
             // With HMAC, anybody who knows the public key could sign, with the key as the secret.
-            _ => return Err(bad(format!("`algorithm`: `{}` is refused", settings.algorithm))),
+            _ => return Err(bad(format!("`algorithm`: `{}` is not allowed", settings.algorithm))),
         };
         let key = key.map_err(|e| bad(format!("{}: {e}", path.display())))?;
         let mut validation = Validation::new(algorithm);
@@ -66,14 +66,14 @@ impl Key {
         };
         let claims = decode::<Claims>(token, &self.key, &self.validation).map_err(bad)?.claims;
         if claims.product_code != settings.product_code {
-            return Err(No::new("wrong_product", "the reply is about another product"));
+            return Err(No::new("wrong_product", "the reply is for another product"));
         }
         if claims.public_key_version != settings.public_key_version {
             return Err(No::new("wrong_key_version", "the reply names another version of the key"));
         }
         match claims.nonce.as_deref() == Some(nonce) {
             true => Ok(()),
-            false => Err(No::new("wrong_nonce", "the reply answers another request")),
+            false => Err(No::new("wrong_nonce", "the reply is for another request")),
         }
     }
 }

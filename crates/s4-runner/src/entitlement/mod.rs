@@ -49,7 +49,7 @@ impl std::str::FromStr for Mode {
             "off" => Ok(Self::Off),
             "register-usage" => Ok(Self::RegisterUsage),
             "instance-identity" => Ok(Self::InstanceIdentity),
-            _ => Err("`off`, `register-usage` or `instance-identity`".to_owned()),
+            _ => Err("expected `off`, `register-usage` or `instance-identity`".to_owned()),
         }
     }
 }
@@ -149,7 +149,7 @@ impl Settings {
             return bad("`try_seconds` and `total_seconds` must be at most a day");
         }
         if self.region.as_deref().is_some_and(|region| !register::is_region(region)) {
-            return bad("`region` is no region's name, such as eu-central-1");
+            return bad("`region` is not the name of a region, such as eu-central-1");
         }
         if let Some(endpoint) = &self.endpoint {
             check_address("entitlement.endpoint", endpoint)?;
@@ -158,7 +158,7 @@ impl Settings {
             Mode::Off => Ok(()),
             Mode::RegisterUsage => {
                 if self.public_key_version == 0 {
-                    return bad("`public_key_version` starts with 1");
+                    return bad("`public_key_version` must be at least 1");
                 }
                 jwt::Key::read(self).map(drop)
             }
@@ -206,7 +206,7 @@ async fn repeat(
         if number + 1 == TRIES || Instant::now() + pause >= end {
             break;
         }
-        tracing::warn!(why = last, "the entitlement request failed: trying again");
+        tracing::warn!(why = last, "the entitlement request failed: retrying");
         sleep(pause).await;
     }
     Err(Error::Unreachable(last))

@@ -51,7 +51,7 @@ fn check(body: &[u8], settings: &Settings, key: &Key, nonce: &str) -> Result<(),
     let token = token.ok_or_else(|| No::new("unsigned_reply", "the reply has no signature"))?;
     key.check(&token, settings, nonce)?;
     if reply.public_key_rotation_timestamp.is_some() {
-        tracing::warn!("the key that signs replies will be replaced: configure its next version");
+        tracing::warn!("the key that signs replies will be replaced: configure the next version");
     }
     Ok(())
 }
@@ -72,7 +72,7 @@ fn refusal(status: u16, kind: &str) -> No {
         _ if status >= 500 || status == 429 => return No::Again(format!("status {status}")),
         _ => "refused",
     };
-    No::new(code, format!("AWS Marketplace says {kind} (status {status})"))
+    No::new(code, format!("AWS Marketplace returned {kind} (status {status})"))
 }
 
 /// The kind of an error, from a reply's body. Nothing else of the body is passed on.
