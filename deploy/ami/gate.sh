@@ -38,7 +38,7 @@ if [[ -n $unit ]]; then
     systemd-run --quiet --wait --pipe --collect "${properties[@]}" -- \
         "$program" selftest --require-gpu --quiet >"$work/sandboxed" ||
         fail "the self-test failed within the service's sandbox"
-    cmp -s "$work/selftest" "$work/sandboxed" || fail "the sandbox changes what the self-test finds"
+    cmp -s "$work/selftest" "$work/sandboxed" || fail "the self-test gives a different result within the sandbox"
     say "self-test passed within the sandbox of $unit"
 fi
 
@@ -47,8 +47,8 @@ set +e
 "$program" selftest --require-gpu --inject-fault --quiet >"$work/fault" 2>&1
 code=$?
 set -e
-[[ $code -eq 1 ]] || fail "a damaged byte was not noticed (exit code $code, 1 expected)"
-say "a damaged byte was noticed"
+[[ $code -eq 1 ]] || fail "a corrupted byte was not detected (exit code $code, expected 1)"
+say "a corrupted byte was detected"
 
 # 5. A record of the results, for whoever starts the image.
 mkdir -p "$(dirname "$attestation")"

@@ -2,7 +2,7 @@
 # Installs Ubuntu's own kernel modules of a driver branch, which are signed and built for the kernel, and holds both
 # at their versions. L4 and L40S are Ada GPUs, which the open modules support.
 set -euo pipefail
-: "${DRIVER:?the branch of the driver}"
+: "${DRIVER:?set it to the branch of the driver}"
 export DEBIAN_FRONTEND=noninteractive
 
 apt-get update

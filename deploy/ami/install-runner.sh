@@ -2,8 +2,8 @@
 # Installs the runner, the wheel for trainers, nvCOMP from NVIDIA's own package, and cfn-signal. Every download is
 # checked against a hash.
 set -euo pipefail
-: "${CFN_BOOTSTRAP:?the version of aws-cfn-bootstrap-py3}"
-: "${CFN_BOOTSTRAP_SHA256:?the SHA-256 of its archive}"
+: "${CFN_BOOTSTRAP:?set it to the version of aws-cfn-bootstrap-py3}"
+: "${CFN_BOOTSTRAP_SHA256:?set it to the SHA-256 of its archive}"
 export DEBIAN_FRONTEND=noninteractive
 
 apt-get update

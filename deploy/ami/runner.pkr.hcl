@@ -24,11 +24,11 @@ variable "instance_type" {
 
 variable "base_ami" {
   type        = string
-  description = "Canonical's image to start from, of this region, without a default so that two builds start from the same one. The newest is: aws ssm get-parameter --name /aws/service/canonical/ubuntu/server/22.04/stable/current/amd64/hvm/ebs-gp2/ami-id --query Parameter.Value --output text"
+  description = "Canonical's image to start from, in this region. It has no default, so that two builds start from the same image. To find the newest one: aws ssm get-parameter --name /aws/service/canonical/ubuntu/server/22.04/stable/current/amd64/hvm/ebs-gp2/ami-id --query Parameter.Value --output text"
 
   validation {
     condition     = can(regex("^ami-[0-9a-f]{8,17}$", var.base_ami))
-    error_message = "The base image is an id such as ami-0123456789abcdef0."
+    error_message = "The base image must be an id such as ami-0123456789abcdef0."
   }
 }
 
@@ -50,34 +50,34 @@ variable "wheel" {
 
 variable "commit" {
   type        = string
-  description = "The commit that both were built from"
+  description = "Commit that both were built from"
 }
 
 variable "cfn_bootstrap" {
   type        = string
   default     = "2.0-39"
-  description = "Version of aws-cfn-bootstrap-py3, which brings cfn-signal; never latest"
+  description = "Version of aws-cfn-bootstrap-py3, which provides cfn-signal; not latest"
 
   validation {
     condition     = can(regex("^[0-9]+\\.[0-9]+-[0-9]+$", var.cfn_bootstrap))
-    error_message = "The version of aws-cfn-bootstrap-py3 is one such as 2.0-39."
+    error_message = "The version of aws-cfn-bootstrap-py3 must be a number such as 2.0-39."
   }
 }
 
 variable "cfn_bootstrap_sha256" {
   type        = string
-  description = "SHA-256 of that version's archive, which AWS does not publish: download it twice, from different networks, and compare what sha256sum says of aws-cfn-bootstrap-py3-<version>.tar.gz"
+  description = "SHA-256 of that version's archive. AWS does not publish it: download aws-cfn-bootstrap-py3-<version>.tar.gz twice, from different networks, and compare the results of sha256sum"
 
   validation {
     condition     = can(regex("^[0-9a-f]{64}$", var.cfn_bootstrap_sha256))
-    error_message = "The hash of the archive is 64 hexadecimal digits, in lower case."
+    error_message = "The hash of the archive must be 64 hexadecimal digits, in lower case."
   }
 }
 
 variable "encrypt_boot" {
   type        = bool
   default     = false
-  description = "Whether the image's snapshot is encrypted. Not by default: AWS Marketplace refuses encrypted snapshots, and an image under the default key of EBS cannot be shared. Nothing secret is in it, and the stack's launch template encrypts volumes when they are made. (Where EBS encryption by default is on, EC2 encrypts the snapshot all the same.)"
+  description = "Whether to encrypt the image's snapshot. Off by default: AWS Marketplace rejects encrypted snapshots, and an image that is encrypted with the default EBS key cannot be shared. The image contains no secrets, and the stack's launch template encrypts volumes when they are created. (If EBS encryption by default is on, EC2 encrypts the snapshot anyway.)"
 }
 
 source "amazon-ebs" "runner" {

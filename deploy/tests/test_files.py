@@ -373,8 +373,8 @@ def test_the_gate_attests_what_it_saw(tmp_path: Path) -> None:
         ({"gpu": ""}, "no GPU"),
         ({"selftest": 1}, "the self-test failed"),
         ({"sandboxed": 1}, "within the service's sandbox"),
-        ({"fault": 0}, "was not noticed"),
-        ({"fault": 4}, "was not noticed"),
+        ({"fault": 0}, "was not detected"),
+        ({"fault": 4}, "was not detected"),
     ],
 )
 def test_the_gate_refuses(tmp_path: Path, how: dict[str, Any], why: str) -> None:

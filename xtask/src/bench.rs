@@ -18,26 +18,27 @@ const MARKS: [&str; 2] = ["<!-- figures -->", "<!-- end of figures -->"];
 /// What to measure, and on what.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Folder whose *.safetensors files the peers are measured on
+    /// Folder of the *.safetensors files to measure the peers with
     #[arg(long, default_value = "testdata")]
     data: PathBuf,
-    /// Threads that every peer may use
+    /// Number of threads for each peer
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// How often each measurement is repeated; the best counts
+    /// Number of repetitions of each measurement; the best counts
     #[arg(long, default_value_t = 5)]
     repeat: usize,
-    /// Put the summary into README.md, between its two marks
+    /// Write the summary to README.md, between its two markers
     #[arg(long)]
     readme: bool,
-    /// Measure one part only
+    /// Measure only one part
     #[arg(long, value_enum)]
     only: Option<Part>,
-    /// Measure the CUDA engine, and saves and loads of GPU tensors if PyTorch has a device, and nothing
-    /// else; fails where there is no device
+    /// Measure only the CUDA engine, and saves and loads of GPU tensors if PyTorch has a device; fails
+    /// without a device
     #[arg(long, conflicts_with_all = ["only", "readme"])]
     gpu: bool,
-    /// Ratios by preset, of single checkpoints and deltas (`NAME_s0.safetensors`, `NAME_sK.safetensors`), and nothing else
+    /// Measure only ratios by preset, of single checkpoints and deltas (`NAME_s0.safetensors`,
+    /// `NAME_sK.safetensors`)
     #[arg(long, conflicts_with_all = ["only", "readme", "gpu"])]
     ratio: bool,
 }
@@ -102,7 +103,7 @@ fn ratio(root: &Path, args: &Args, data: &Path) -> Result<String> {
     let table = proc::output(&mut bench)?;
     let path = root.join(RESULTS).join("ratio.md");
     fs::write(&path, &table).map_err(|e| Error::at(&path, &e))?;
-    Ok(format!("{table}\nkept in {RESULTS}/ratio.md"))
+    Ok(format!("{table}\nwritten to {RESULTS}/ratio.md"))
 }
 
 /// Saves and loads of GPU tensors, compared with those of torch and others; returns why they were
@@ -114,7 +115,7 @@ fn gpu_paths(root: &Path) -> Result<Option<String>> {
     };
     let mut probe = proc::command(root, venv.python());
     if proc::output(probe.args(["-c", CUDA_PROBE])).is_err() {
-        return Ok(Some("the PyTorch of .venv sees no CUDA device".into()));
+        return Ok(Some("PyTorch in .venv finds no CUDA device".into()));
     }
     venv.install_wheel()?;
     let mut bench = proc::command(root, venv.python());
@@ -128,7 +129,7 @@ fn update_readme(root: &Path) -> Result<()> {
     let (readme, summary) = (root.join("README.md"), root.join(RESULTS).join("summary.md"));
     let read = |path: &Path| fs::read_to_string(path).map_err(|e| Error::at(path, &e));
     let text = between(&read(&readme)?, &read(&summary)?).ok_or_else(|| {
-        Error::new(format!("README.md lacks {MARKS:?}, each once, in this order"))
+        Error::new(format!("README.md must contain {MARKS:?}, each once, in this order"))
     })?;
     fs::write(&readme, text).map_err(|e| Error::at(&readme, &e))
 }

@@ -11,7 +11,7 @@ const TEMPLATE: &str = "deploy/cfn-train-runner.yaml";
 /// What to check.
 #[derive(Default, clap::Args)]
 pub(crate) struct Args {
-    /// Leave out checkov, which takes minutes to install
+    /// Skip checkov, which takes minutes to install
     #[arg(long)]
     quick: bool,
 }
@@ -40,7 +40,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         }
     })?;
     if args.quick {
-        return Ok(format!("cfn-lint clean; {last}; checkov left out"));
+        return Ok(format!("cfn-lint clean; {last}; checkov skipped"));
     }
     let venv = Venv::checkov(root)?;
     let mut checkov = proc::command(root, venv.program("checkov"));

@@ -46,25 +46,25 @@ const ASAN_OPTIONS: &str =
 /// What to run, and for how long.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Targets; all if none is named
+    /// Targets to run; by default all
     targets: Vec<String>,
-    /// Executions of each target
+    /// Number of executions of each target
     #[arg(long, default_value_t = 100_000)]
     runs: u64,
-    /// As many executions as a release needs: ten million of what reads parts, one million of what reads
-    /// whole files and stores
+    /// Run as many executions as a release needs: ten million of targets that read parts, one million of
+    /// those that read whole files and stores
     #[arg(long, conflicts_with = "runs")]
     release: bool,
-    /// Targets that run side by side
+    /// Number of targets to run in parallel
     #[arg(long, default_value_t = 1)]
     jobs: usize,
-    /// Most minutes for each target
+    /// Time limit of each target, in minutes
     #[arg(long)]
     minutes: Option<f64>,
-    /// With AddressSanitizer, which sees stray accesses of `unsafe` code; half as fast
+    /// Build with AddressSanitizer, which detects invalid accesses of `unsafe` code; half as fast
     #[arg(long)]
     asan: bool,
-    /// Build only
+    /// Only build the targets
     #[arg(long)]
     build: bool,
 }
@@ -77,7 +77,7 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     let known = targets(root)?;
     if let Some(unknown) = args.targets.iter().find(|t| !known.contains(t)) {
         let all = known.join(", ");
-        return Err(Error::new(format!("no target is called {unknown}; there are {all}")));
+        return Err(Error::new(format!("unknown target {unknown}; the targets are {all}")));
     }
     let wanted = if args.targets.is_empty() { &known } else { &args.targets };
     // The kernels get their sanitizer from their own compiler, so their target is built without.
@@ -182,7 +182,7 @@ fn host(root: &Path) -> Result<String> {
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let said = proc::output(proc::command(root, rustc).arg("-vV"))?;
     let host = said.lines().find_map(|line| line.strip_prefix("host: "));
-    host.map(str::to_owned).ok_or_else(|| Error::new("rustc -vV names no host"))
+    host.map(str::to_owned).ok_or_else(|| Error::new("rustc -vV prints no host"))
 }
 
 /// Runs one target until it is done or crashes.
@@ -229,7 +229,7 @@ fn fuzz(root: &Path, programs: &Path, target: &str, args: &Args) -> Result<Outco
     let also = file.try_clone().map_err(|e| Error::at(&log, &e))?;
     println!("\n$ {target}, up to {runs} executions; its log: {}", log.display());
     let status = fuzzer.stdout(file).stderr(also).status();
-    let status = status.map_err(|e| Error::new(format!("starting {target}: {e}")))?;
+    let status = status.map_err(|e| Error::new(format!("cannot start {target}: {e}")))?;
     let text =
         String::from_utf8_lossy(&fs::read(&log).map_err(|e| Error::at(&log, &e))?).into_owned();
     let mut crashes = report::crashes(&artifacts)?;

@@ -31,7 +31,7 @@ const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_89", "sm_90"];
 /// What to do with the files.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Compare with the files in the tree, and change nothing
+    /// Only compare with the files in the tree
     #[arg(long)]
     check: bool,
 }
@@ -42,7 +42,7 @@ pub(crate) struct Args {
 /// As [`run`].
 pub(crate) fn check(root: &Path) -> Result<String> {
     if cfg!(not(target_os = "linux")) {
-        return Ok("kernels unchecked: their compiler is for Linux".into());
+        return Ok("kernels not checked: their compiler needs Linux".into());
     }
     run(root, &Args { check: true })
 }
@@ -81,5 +81,5 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         }
     }
     let size = format!("{} KB of kernels", size / 1024);
-    Ok(if args.check { format!("{size}, as the sources make them") } else { size })
+    Ok(if args.check { format!("{size}, up to date with their sources") } else { size })
 }

@@ -47,7 +47,7 @@ pub(crate) fn rust(root: &Path) -> Result<()> {
 pub(crate) fn dependencies(root: &Path) -> Result<&'static str> {
     if proc::output(proc::cargo(root).args(["deny", "--version"])).is_err() {
         println!("\ncargo-deny is not installed here: `cargo install cargo-deny --locked`");
-        return Ok("cargo-deny is not installed: licences unchecked");
+        return Ok("cargo-deny is not installed: licences not checked");
     }
     // Advisories come from a database on the network, so they are no part of a check that must be
     // repeatable.

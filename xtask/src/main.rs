@@ -44,23 +44,23 @@ struct Args {
 enum Verb {
     /// Run every test: Rust, documentation, command line, Python (builds the wheel first)
     Test(test::Args),
-    /// Train a small GPT, kill it halfway, resume it, prove that not a bit differs
+    /// Train a small GPT, kill it halfway, resume it, and check that not a bit differs
     Demo,
-    /// Measure the kernels, and s4weights beside its peers
+    /// Benchmark the kernels, and s4weights against its peers
     Bench(bench::Args),
-    /// Make PTX and machine code of the GPU kernels from their sources, or check that they are what these make
+    /// Compile the GPU kernels to PTX and machine code, or check that these match their sources
     Kernels(kernels::Args),
-    /// Check what compilers do not: crate directions, file sizes, specifications, formatting
+    /// Check dependencies between crates, file sizes, specifications and formatting
     Tidy,
     /// Attack the checkpoint store: kills, faulty networks, lying servers, places that vanish
     Torture(torture::Args),
-    /// Run the fuzz targets, or some of them, and print what they did
+    /// Run all or some of the fuzz targets, and print a summary
     Fuzz(fuzz::Args),
-    /// Check the templates, units and scripts of `deploy`, without an account
+    /// Check the templates, units and scripts in `deploy` (needs no cloud account)
     Deploy(deploy::Args),
-    /// Kill a store's process at its system calls, and cut the power between them
+    /// Kill a store's process at its system calls, and simulate power cuts between them
     Power(power::Args),
-    /// Everything that must pass before a merge, the cheapest first; what CI runs
+    /// Run everything that must pass before a merge, cheapest first, as CI does
     Ci,
 }
 

@@ -13,7 +13,7 @@ const TESTS: &str = "crates/s4-store/tests";
 /// How thorough to be.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Try every Nth place only
+    /// Try only every Nth place
     #[arg(long, default_value_t = 1)]
     every: u32,
 }
@@ -29,7 +29,7 @@ pub(crate) fn small(root: &Path) -> Result<String> {
     let strace = proc::output(proc::command(root, "strace").arg("--version"));
     if cfg!(not(target_os = "linux")) || strace.is_err() {
         println!("\nkill points and power cuts need Linux and strace");
-        return Ok("kill points and power cuts not tried: no strace".into());
+        return Ok("kill points and power cuts not tested: no strace".into());
     }
     run(root, &Args { every: SMALL })
 }

@@ -112,7 +112,7 @@ pub(crate) fn run_seeing(command: &mut Command, mut see: impl FnMut(&str)) -> Re
     if let Some(output) = child.stdout.take() {
         // A test may print bytes that are not UTF-8, so lines are split before they are decoded.
         for bytes in BufReader::new(output).split(b'\n') {
-            let bytes = bytes.map_err(|e| Error::new(format!("reading its output: {e}")))?;
+            let bytes = bytes.map_err(|e| Error::new(format!("cannot read its output: {e}")))?;
             let text = String::from_utf8_lossy(&bytes);
             println!("{text}");
             see(&text);

@@ -259,7 +259,7 @@ pub(crate) fn find(root: &Path) -> Result<String> {
         proc::output(proc::command(root, python.as_str()).args(["-c", PROBE])).is_ok()
     };
     named.into_iter().chain(CANDIDATES.map(String::from)).find(fits).ok_or_else(|| {
-        Error::new("no Python 3.10 or later with venv and pip was found (set PYTHON to one)")
+        Error::new("no Python 3.10 or later with venv and pip found (set PYTHON to an interpreter)")
     })
 }
 

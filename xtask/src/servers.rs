@@ -101,7 +101,7 @@ impl Servers {
             command.args(["--access-key", "test", "--secret-key", "test"]).arg(&data);
             command
         })?;
-        println!("{name} {version} is the server whose faults must be detected");
+        println!("{name} {version} is the server with faults that must be detected");
         Ok(())
     }
 
@@ -138,7 +138,7 @@ impl Servers {
         let port = free_port()?;
         let mut command = command(port);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let child = command.spawn().map_err(|e| Error::new(format!("starting {name}: {e}")))?;
+        let child = command.spawn().map_err(|e| Error::new(format!("cannot start {name}: {e}")))?;
         self.running.push(Server { name, child, port });
         Ok(())
     }
@@ -153,7 +153,7 @@ impl Servers {
                 }
                 if start.elapsed() > PATIENCE {
                     let name = server.name;
-                    return Err(Error::new(format!("{name} did not come up in {PATIENCE:?}")));
+                    return Err(Error::new(format!("{name} did not start within {PATIENCE:?}")));
                 }
                 std::thread::sleep(Duration::from_millis(100));
             }
@@ -190,7 +190,7 @@ impl Drop for Server {
 fn free_port() -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
     let address = listener.and_then(|l| l.local_addr());
-    address.map(|a| a.port()).map_err(|e| Error::new(format!("looking for a free port: {e}")))
+    address.map(|a| a.port()).map_err(|e| Error::new(format!("cannot find a free port: {e}")))
 }
 
 /// Builds the server whose creates race into `folder`; returns the program.

@@ -12,13 +12,13 @@ use crate::servers::{Kind, Servers};
 /// What to test.
 #[derive(Default, clap::Args)]
 pub(crate) struct Args {
-    /// Only this side of the project
+    /// Test only this side of the project
     #[arg(value_enum)]
     side: Option<Side>,
-    /// Install and start no servers: the tests that need one are left out
+    /// Do not install or start servers, and skip the tests that need one
     #[arg(long)]
     no_servers: bool,
-    /// Only the adapters of frameworks that take long to install, which it installs (1.4 GB)
+    /// Test only the adapters for frameworks that take long to install, and install these (1.4 GB)
     #[arg(long, conflicts_with = "side")]
     adapters: bool,
 }

@@ -9,13 +9,13 @@ use crate::servers::{Kind, Servers};
 /// Which attacks to run, and for how long.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Only this attack
+    /// Run only this attack
     #[arg(value_enum)]
     attack: Option<Attack>,
-    /// How much: kills (500 unless told), operations (5000), creations (500), tries of each liar (11)
+    /// Number of kills (default: 500), operations (5000), creations (500), tries of each liar (11)
     #[arg(long)]
     rounds: Option<usize>,
-    /// Where random choices start; a new one each time if it is not given
+    /// Seed of random choices; by default a new one each time
     #[arg(long)]
     seed: Option<u64>,
 }

@@ -188,7 +188,7 @@ fn array(stored: &[TensorInfo<'_>], input: &str, name: String, place: &Place) ->
     let sizes = place.shape.clone().unwrap_or_else(|| stored.shape.to_vec());
     let stride = place.stride.clone().unwrap_or_else(|| row_major(&sizes));
     let outside =
-        || damaged(input, &format!("`{name}` is outside the {} stored bytes", stored.bytes));
+        || damaged(input, &format!("`{name}` is outside of the {} stored bytes", stored.bytes));
     let elements = match sizes.contains(&0) {
         true => Some(0),
         false => sizes.iter().try_fold(1_u64, |n, size| n.checked_mul(*size)),

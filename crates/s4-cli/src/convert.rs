@@ -34,7 +34,7 @@ pub(crate) fn with_ending(path: &str, ending: &str) -> String {
 /// Refuses what only the Python wheel converts.
 fn refuse_pickle(path: &str) -> Result<()> {
     let what = match Path::new(path).is_dir() {
-        true => "a torch.distributed.checkpoint folder",
+        true => "a folder of torch.distributed.checkpoint",
         false if PICKLES.iter().any(|e| path.ends_with(e)) => "a PyTorch file",
         false => return Ok(()),
     };

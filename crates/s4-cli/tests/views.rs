@@ -107,9 +107,9 @@ fn what_has_no_array_is_refused() {
     };
     let a = |node: &str| format!(r#"{{"dict":[["a",{{"tensor":0,{node}}}]]}}"#);
     refused(&a(r#""shape":[1048576,1048576],"stride":[0,0]"#), 4, "repeat what is stored");
-    refused(&a(r#""dtype":"int4","shape":[1]"#), 4, "`a` is int4");
-    refused(&a(r#""dtype":"bytes""#), 4, "`a` is bytes");
-    refused(&a(r#""shape":[13]"#), 1, "outside of 12 bytes");
+    refused(&a(r#""dtype":"int4","shape":[1]"#), 4, "`a` has dtype int4");
+    refused(&a(r#""dtype":"bytes""#), 4, "`a` has dtype bytes");
+    refused(&a(r#""shape":[13]"#), 1, "outside of the 12 stored bytes");
     refused(
         &a(r#""shape":[2,2],"stride":[9223372036854775807,9223372036854775807]"#),
         1,

@@ -161,9 +161,7 @@ pub(crate) async fn serve(listener: UnixListener, router: Router) {
         match listener.accept().await {
             Ok((stream, _)) => match peer(&stream) {
                 Ok(peer) => connections.serve(stream, router.clone().layer(Extension(peer))),
-                Err(e) => {
-                    tracing::warn!(error = %e, "closed a connection: cannot identify its peer")
-                }
+                Err(e) => tracing::warn!(error = %e, "closed a connection from an unknown peer"),
             },
             Err(e) => pause_after(&e).await,
         }

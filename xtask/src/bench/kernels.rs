@@ -31,7 +31,7 @@ pub(super) fn run(root: &Path, results: &Path) -> Result<()> {
     let mut figures = Vec::new();
     collect(&folder, &mut figures)?;
     if figures.is_empty() {
-        return Err(Error::new(format!("{}: no figures were left there", folder.display())));
+        return Err(Error::new(format!("{}: no results found", folder.display())));
     }
     figures.sort_by(|a, b| a.name.cmp(&b.name));
     let table = markdown(&figures);

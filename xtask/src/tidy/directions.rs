@@ -82,8 +82,7 @@ pub(super) fn check(packages: &[Package]) -> Vec<String> {
     let mut findings = Vec::new();
     for package in packages {
         if !BELOW.iter().any(|(name, _)| *name == package.name) {
-            findings
-                .push(format!("{}: has no place in xtask/src/tidy/directions.rs", package.name));
+            findings.push(format!("{}: not listed in xtask/src/tidy/directions.rs", package.name));
             continue;
         }
         let allowed = below(&package.name);
@@ -117,7 +116,7 @@ pub(super) fn check_docs(packages: &[Package]) -> Result<Vec<String>> {
             let source = fs::read_to_string(root).map_err(|e| Error::at(root, &e))?;
             if !source.starts_with("//! ") {
                 let name = root.file_name().unwrap_or_default().to_string_lossy();
-                findings.push(format!("{}: {name} does not open with crate docs", package.name));
+                findings.push(format!("{}: {name} does not start with crate docs", package.name));
             }
         }
     }

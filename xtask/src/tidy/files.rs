@@ -67,18 +67,18 @@ fn check_one(name: &str, content: &str, source: bool) -> Vec<String> {
     let mut findings = Vec::new();
     let lines = content.lines().count();
     if source && lines > MAX_LINES {
-        findings.push(format!("{name}: {lines} lines, {MAX_LINES} is the most"));
+        findings.push(format!("{name}: {lines} lines, at most {MAX_LINES} are allowed"));
     }
     for (number, line) in content.lines().enumerate() {
         if let Some(path) = personal_path(line) {
-            findings.push(format!("{name}:{}: a path of one machine: {path}", number + 1));
+            findings.push(format!("{name}:{}: machine-specific path: {path}", number + 1));
         }
         if source && line.ends_with([' ', '\t']) {
-            findings.push(format!("{name}:{}: white space at the end", number + 1));
+            findings.push(format!("{name}:{}: trailing whitespace", number + 1));
         }
     }
     if !content.is_empty() && !content.ends_with('\n') {
-        findings.push(format!("{name}: no newline at the end"));
+        findings.push(format!("{name}: no newline at end of file"));
     }
     findings
 }

@@ -19,7 +19,7 @@ pub(super) fn check(root: &Path) -> Result<Vec<String>> {
     let source = fs::read_to_string(&path).map_err(|e| Error::at(&path, &e))?;
     let codecs = codecs(&source);
     if codecs.is_empty() {
-        return Err(Error::new(format!("{IDS}: no codec ids were found in it")));
+        return Err(Error::new(format!("{IDS}: no codec ids found")));
     }
     Ok(compare(&codecs, &pages(&root.join(PAGES))?))
 }
