@@ -174,7 +174,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         let mut answer = Alignments::default();
         // SAFETY: `load` was given the right types; the answer is written to a local variable.
         let status = unsafe { (self.compress_alignments)(options, &raw mut answer) };
-        self.check("alignments to compress", status).map(|()| answer)
+        self.check("compression alignments", status).map(|()| answer)
     }
 
     /// The alignments that decompressing needs.
@@ -185,7 +185,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         let mut answer = Alignments::default();
         // SAFETY: `load` was given the right types; the answer is written to a local variable.
         let status = unsafe { (self.decompress_alignments)(options, &raw mut answer) };
-        self.check("alignments to decompress", status).map(|()| answer)
+        self.check("decompression alignments", status).map(|()| answer)
     }
 
     /// The most bytes that a block of `block` bytes can take once compressed.
@@ -196,7 +196,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         let mut answer = 0;
         // SAFETY: `load` was given the right types; the answer is written to a local variable.
         let status = unsafe { (self.max_compressed)(block, options, &raw mut answer) };
-        self.check("largest compressed block", status).map(|()| answer)
+        self.check("maximum compressed size", status).map(|()| answer)
     }
 
     /// Bytes of scratch memory that compressing such a batch needs. `stream` is a stream of the
@@ -214,7 +214,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         let status = unsafe {
             (self.compress_scratch)(blocks, max_block, options, &raw mut answer, total, stream)
         };
-        self.check("scratch to compress", status).map(|()| answer)
+        self.check("compression scratch size", status).map(|()| answer)
     }
 
     /// Bytes of scratch memory that decompressing such a batch needs; otherwise as
@@ -230,7 +230,7 @@ impl<C: Copy, D: Copy> Api<C, D> {
         let status = unsafe {
             (self.decompress_scratch)(blocks, max_block, options, &raw mut answer, total, stream)
         };
-        self.check("scratch to decompress", status).map(|()| answer)
+        self.check("decompression scratch size", status).map(|()| answer)
     }
 
     /// Enqueues the compression of a batch on `stream`, a `CUstream`. Once the stream is done, the

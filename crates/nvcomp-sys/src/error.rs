@@ -28,7 +28,7 @@ pub enum Error {
         tried: Vec<Tried>,
     },
     /// The library has another major version: its interface and closed bitstreams are different.
-    #[error("{}: nvCOMP {found}, but version {MAJOR} is needed", .path.display())]
+    #[error("{}: found nvCOMP {found}, but version {MAJOR} is needed", .path.display())]
     Version {
         /// The file.
         path: PathBuf,
@@ -37,8 +37,8 @@ pub enum Error {
     },
     /// The CUDA driver is older than the CUDA that the library was built with.
     #[error(
-        "{}: built with CUDA {built}, but the driver has CUDA {driver}: update the driver, or install \
-         the package for CUDA {driver}", .path.display()
+        "{}: built with CUDA {built}, but the driver supports CUDA {driver}: update the driver, or install the \
+         package for CUDA {driver}", .path.display()
     )]
     Driver {
         /// The file.
@@ -49,7 +49,7 @@ pub enum Error {
         driver: u32,
     },
     /// The file is a library, but not this one.
-    #[error("{}: no function {symbol}: {reason}", .path.display())]
+    #[error("{}: function {symbol} not found: {reason}", .path.display())]
     Symbol {
         /// The file.
         path: PathBuf,
@@ -59,7 +59,7 @@ pub enum Error {
         reason: String,
     },
     /// A call was refused. Statuses of single blocks come back on the device instead.
-    #[error("nvCOMP {format}, {call}: {status}")]
+    #[error("nvCOMP call failed ({format}, {call}): {status}")]
     Call {
         /// The format, as the library names it.
         format: &'static str,

@@ -24,7 +24,7 @@ impl Bits {
 fn width_of(param: u8) -> Result<u8> {
     match param {
         1..=7 => Ok(param),
-        _ => Err(Error::unsupported(format!("packing at {param} bits"))),
+        _ => Err(Error::unsupported(format!("packing to {param} bits"))),
     }
 }
 
@@ -78,10 +78,10 @@ impl Codec for Bits {
         let param = width_of(ctx.param)?;
         let len = packed_len(dst.len(), param);
         if src.len() < len {
-            return Err(Error::truncated(format!("{} of {len} packed bytes", src.len())));
+            return Err(Error::truncated(format!("{} packed bytes, expected {len}", src.len())));
         }
         if src.len() > len {
-            return Err(Error::corrupt(format!("{} packed bytes instead of {len}", src.len())));
+            return Err(Error::corrupt(format!("{} packed bytes, expected {len}", src.len())));
         }
         let (groups, rest) = dst.as_chunks_mut::<8>();
         let (head, tail) = src.split_at(groups.len() * usize::from(param));

@@ -50,8 +50,11 @@ impl<'a> Blocks<'a> {
     pub fn parse(src: &'a [u8], len: usize, block: usize) -> Result<Self> {
         let count = len.div_ceil(block);
         let gap = |range: Range<usize>| match src.get(range) {
-            None => Err(Error::truncated(format!("stream of {} bytes, {count} blocks", src.len()))),
-            Some(gap) if gap.iter().any(|&b| b != 0) => Err(Error::corrupt("gap not zero")),
+            None => Err(Error::truncated(format!(
+                "stream of {} bytes is too short for {count} blocks",
+                src.len()
+            ))),
+            Some(gap) if gap.iter().any(|&b| b != 0) => Err(Error::corrupt("padding is not zero")),
             Some(_) => Ok(()),
         };
         // No overflow: the table takes 4 bytes for each block, of which there are at most `len`.
@@ -65,12 +68,17 @@ impl<'a> Blocks<'a> {
             }
             if size == 0 || size > src.len() - at {
                 let left = src.len() - at;
-                return Err(Error::truncated(format!("block {number}: {size} of {left} bytes")));
+                return Err(Error::truncated(format!(
+                    "block {number} has {size} bytes, {left} left"
+                )));
             }
             at += size;
         }
         if at != src.len() {
-            return Err(Error::corrupt(format!("{} bytes after the last block", src.len() - at)));
+            return Err(Error::corrupt(format!(
+                "{} unexpected bytes after the last block",
+                src.len() - at
+            )));
         }
         Ok(blocks)
     }
@@ -120,8 +128,8 @@ pub fn write(
         let start = at.next_multiple_of(ALIGN);
         dst[at..start].fill(0);
         let size = encode(part, &mut dst[start..])?;
-        let field =
-            u32::try_from(size).map_err(|_| Error::limit(format!("block of {size} bytes")))?;
+        let field = u32::try_from(size)
+            .map_err(|_| Error::limit(format!("block of {size} bytes is too long")))?;
         dst[4 * number..][..4].copy_from_slice(&field.to_le_bytes());
         at = start + size;
     }

@@ -169,7 +169,7 @@ impl Codecs {
         }
         if id.0 >= PRIVATE {
             return Err(Error::unsupported(format!(
-                "codec {} is one of the program that wrote this, not of the format: its codecs must be given to the reader",
+                "codec {} is private to the program that wrote this: pass that program's codecs to the reader",
                 id.0
             )));
         }
@@ -186,7 +186,7 @@ impl Codecs {
 /// `dst`, if it has at least `bound` bytes.
 pub(crate) fn need(dst: &mut [u8], bound: usize) -> Result<&mut [u8]> {
     if dst.len() < bound {
-        return Err(Error::limit(format!("{} bytes to encode into, {bound} needed", dst.len())));
+        return Err(Error::limit(format!("output buffer has {} bytes, {bound} needed", dst.len())));
     }
     Ok(dst)
 }

@@ -52,9 +52,11 @@ impl Codec for Const {
         no_param(self.id(), ctx.param)?;
         match (src.len(), dst.len()) {
             (0, 0) => return Ok(()),
-            (0, _) => return Err(Error::truncated("no unit to repeat")),
+            (0, _) => return Err(Error::truncated("the repeated unit is missing")),
             (unit, len) if unit > MAX_UNIT || unit > len => {
-                return Err(Error::corrupt(format!("unit of {unit} bytes for {len} bytes")));
+                return Err(Error::corrupt(format!(
+                    "invalid repeated unit of {unit} bytes for {len} bytes of data"
+                )));
             }
             _ => {}
         }

@@ -65,7 +65,11 @@ impl BlockCodec for Deflate {
     fn decode_block(&self, block: &[u8], dst: &mut [u8], states: &mut States) -> Result<()> {
         // Any number of empty Deflate blocks may precede the last one, and each takes time.
         if block.len() > Self::block_bound(dst.len()) {
-            return Err(Error::limit(format!("{} bytes for {}", block.len(), dst.len())));
+            return Err(Error::limit(format!(
+                "deflate block of {} bytes is too long for {} bytes of data",
+                block.len(),
+                dst.len()
+            )));
         }
         let state = states.decompress();
         state.reset(false);
@@ -74,11 +78,16 @@ impl BlockCodec for Deflate {
             .map_err(|e| Error::corrupt(format!("deflate: {e}")))?;
         let (used, written) = (state.total_in() as usize, state.total_out() as usize);
         if status != Status::StreamEnd || written != dst.len() {
-            return Err(Error::corrupt(format!("deflate block without {} bytes", dst.len())));
+            return Err(Error::corrupt(format!(
+                "deflate block does not decode to {} bytes",
+                dst.len()
+            )));
         }
         if used != block.len() {
             let behind = block.len() - used;
-            return Err(Error::corrupt(format!("{behind} bytes after the block")));
+            return Err(Error::corrupt(format!(
+                "{behind} unexpected bytes after the deflate block"
+            )));
         }
         Ok(())
     }

@@ -24,7 +24,10 @@ impl BlockCodec for Lz4 {
     fn decode_block(&self, block: &[u8], dst: &mut [u8], (): &mut ()) -> Result<()> {
         match decompress_into(block, dst) {
             Ok(len) if len == dst.len() => Ok(()),
-            Ok(len) => Err(Error::corrupt(format!("lz4 block of {len} bytes for {}", dst.len()))),
+            Ok(len) => Err(Error::corrupt(format!(
+                "lz4 block decodes to {len} bytes, expected {}",
+                dst.len()
+            ))),
             Err(e) => Err(Error::corrupt(format!("lz4: {e}"))),
         }
     }

@@ -34,10 +34,14 @@ impl Codec for Raw {
     ) -> Result<()> {
         no_param(self.id(), ctx.param)?;
         if src.len() < dst.len() {
-            return Err(Error::truncated(format!("{} of {} raw bytes", src.len(), dst.len())));
+            return Err(Error::truncated(format!(
+                "{} raw bytes, expected {}",
+                src.len(),
+                dst.len()
+            )));
         }
         if src.len() > dst.len() {
-            return Err(Error::corrupt(format!("{} raw bytes for {}", src.len(), dst.len())));
+            return Err(Error::corrupt(format!("{} raw bytes, expected {}", src.len(), dst.len())));
         }
         dst.copy_from_slice(src);
         Ok(())

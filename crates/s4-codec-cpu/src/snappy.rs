@@ -34,12 +34,14 @@ impl BlockCodec for Snappy {
         let bad = |e: snap::Error| Error::corrupt(format!("snappy: {e}"));
         let says = decompress_len(block).map_err(bad)?;
         if says != dst.len() {
-            let what = format!("snappy block of {says} bytes for {}", dst.len());
+            let what = format!("snappy block declares {says} bytes, expected {}", dst.len());
             return Err(Error::corrupt(what));
         }
         let len = states.decoder.decompress(block, dst).map_err(bad)?;
         if len != dst.len() {
-            return Err(Error::corrupt(format!("snappy: {len} of {says} bytes")));
+            return Err(Error::corrupt(format!(
+                "snappy block decodes to {len} bytes, expected {says}"
+            )));
         }
         Ok(())
     }

@@ -55,7 +55,7 @@ pub fn conformance(codec: &dyn Codec, side: StreamSetup<'_>, accepts: impl Fn(&[
         let contexts = contexts(side, data.len());
         let symbols = Symbols::new(&data, context(side, &contexts));
         match round_trip(codec, &symbols, &mut used) {
-            Ok(_) => assert!(accepts(&data), "{name}: encoded what it should refuse"),
+            Ok(_) => assert!(accepts(&data), "{name}: encoded data that it should refuse"),
             Err(Error::Unsupported { what, .. }) => assert!(!accepts(&data), "{name}: {what}"),
             Err(error) => panic!("{name} of {} bytes: {error}", data.len()),
         }
@@ -109,7 +109,7 @@ pub fn carrying(codec: &dyn Codec, side: StreamSetup<'_>) {
         let behind = noise(4096 + data.len() / 16, data.len() as u64);
         let symbols = Symbols { behind: &behind, ..Symbols::new(&data, context(side, &contexts)) };
         let most = encoded(&symbols).1.carried;
-        assert!(most > 0, "{name} of {} bytes carries nothing", data.len());
+        assert!(most > 0, "{name}: stream for {} bytes carries nothing", data.len());
         encoded(&Symbols { behind: &behind[..most], ..symbols });
         encoded(&Symbols { behind: &behind[..most - 1], ..symbols });
     }
@@ -142,7 +142,7 @@ pub fn round_trip(
         let refused = codec.encode(symbols, &mut vec![0; less], used);
         assert!(
             matches!(refused, Err(Error::Limit { .. } | Error::Unsupported { .. })),
-            "encoded into less than the bound: {refused:?}"
+            "encoded into a buffer smaller than the bound: {refused:?}"
         );
     }
     let mut dst = vec![0; bound];
@@ -153,8 +153,8 @@ pub fn round_trip(
 
     let mut dirty = vec![0xa5; bound + 100];
     let again = codec.encode(symbols, &mut dirty, used)?;
-    assert_eq!(again, encoded, "encoded differently");
-    assert!(dirty[..len] == dst, "the output depends on what memory held");
+    assert_eq!(again, encoded, "encoding again gave a different result");
+    assert!(dirty[..len] == dst, "output depends on earlier content of the memory");
     assert!(dirty[bound..].iter().all(|&b| b == 0xa5), "wrote past the bound");
 
     assert!(carried <= behind.len(), "{carried} of {} bytes carried", behind.len());
@@ -165,15 +165,21 @@ pub fn round_trip(
     if carried > 0 {
         assert!(matches!(alone, Err(Error::Unsupported { .. })), "carries {carried}: {alone:?}");
         let decoded = decode_carrying(codec, ctx, &dst, data.len());
-        assert!(decoded.is_ok_and(|(back, c)| back == data && c == carry), "decoded to others");
+        assert!(
+            decoded.is_ok_and(|(back, c)| back == data && c == carry),
+            "decoded data or carried bytes differ"
+        );
     } else {
         assert!(
             alone == Ok(()) && back == data,
-            "{} bytes decoded to others: {alone:?}",
+            "decoding {} bytes gave different data: {alone:?}",
             data.len()
         );
         let decoded = decode(codec, ctx, &dst, data.len());
-        assert!(decoded.is_ok_and(|back| back == data), "decoding depends on what memory held");
+        assert!(
+            decoded.is_ok_and(|back| back == data),
+            "decoding depends on earlier content of the memory"
+        );
     }
     Ok((dst, encoded))
 }
@@ -191,17 +197,17 @@ pub fn decode(codec: &dyn Codec, ctx: Context<'_>, stream: &[u8], len: usize) ->
     let mut ones = vec![0xff; len];
     let first = codec.decode(ctx, stream, &mut zeros, &mut Workspace::default());
     let second = codec.decode(ctx, stream, &mut ones, &mut Workspace::default());
-    assert_eq!(first, second, "the outcome depends on what the buffer held");
+    assert_eq!(first, second, "result depends on earlier content of the buffer");
     match decode_carrying(codec, ctx, stream, len) {
         Ok((data, carry)) if carry.is_empty() => {
-            assert_eq!(first, Ok(()), "refused what carries nothing");
-            assert!(data == zeros, "decoded differently as a stream that may carry");
+            assert_eq!(first, Ok(()), "refused a stream that carries nothing");
+            assert!(data == zeros, "`decode_carrying` gave different data");
         }
-        Ok(_) => assert!(first.is_err(), "decoded what carries something"),
-        Err(error) => assert_eq!(first, Err(error), "refused differently"),
+        Ok(_) => assert!(first.is_err(), "decoded a stream that carries bytes"),
+        Err(error) => assert_eq!(first, Err(error), "`decode_carrying` gave a different error"),
     }
     first?;
-    assert!(zeros == ones, "decoded data depends on what the buffer held");
+    assert!(zeros == ones, "decoded data depends on earlier content of the buffer");
     Ok(zeros)
 }
 
@@ -226,7 +232,7 @@ pub fn decode_carrying(
     };
     let first = attempt(0x00, Vec::new());
     let second = attempt(0xff, vec![0x5a; 1000]);
-    assert!(first == second, "the outcome depends on what the memory held");
+    assert!(first == second, "result depends on earlier content of the memory");
     first
 }
 

@@ -113,7 +113,10 @@ fn decode_frame(context: &mut DCtx<'_>, src: &[u8], dst: &mut [u8]) -> Result<()
         .decompress(dst, src)
         .map_err(|code| Error::corrupt(format!("zstd: {}", zstd_safe::get_error_name(code))))?;
     if len != dst.len() {
-        return Err(Error::corrupt(format!("zstd frame of {len} bytes for {}", dst.len())));
+        return Err(Error::corrupt(format!(
+            "zstd frame decodes to {len} bytes, expected {}",
+            dst.len()
+        )));
     }
     Ok(())
 }
@@ -122,7 +125,9 @@ fn decode_frame(context: &mut DCtx<'_>, src: &[u8], dst: &mut [u8]) -> Result<()
 fn check_frame(src: &[u8], len: usize) -> Result<()> {
     match zstd_safe::get_frame_content_size(src) {
         Ok(Some(size)) if size != len as u64 => {
-            return Err(Error::corrupt(format!("zstd frame of {size} bytes for {len}")));
+            return Err(Error::corrupt(format!(
+                "zstd frame declares {size} bytes, expected {len}"
+            )));
         }
         Ok(_) => {}
         Err(_) => return Err(Error::corrupt("not a zstd frame")),
@@ -130,7 +135,10 @@ fn check_frame(src: &[u8], len: usize) -> Result<()> {
     let frame = zstd_safe::find_frame_compressed_size(src)
         .map_err(|code| Error::truncated(format!("zstd: {}", zstd_safe::get_error_name(code))))?;
     if frame != src.len() {
-        return Err(Error::corrupt(format!("{} bytes after the zstd frame", src.len() - frame)));
+        return Err(Error::corrupt(format!(
+            "{} unexpected bytes after the zstd frame",
+            src.len() - frame
+        )));
     }
     Ok(())
 }

@@ -15,7 +15,7 @@ const fn header(name: &str) -> u64 {
     let mut at = 0;
     while !stands_at(text, at, name) || !stands_at(text, at + name.len(), b" = ") {
         at += 1;
-        assert!(at < text.len(), "a name that the header does not have");
+        assert!(at < text.len(), "name is not in the header");
     }
     let (value, end) = number(text, at + name.len() + 3);
     if !stands_at(text, end, b" << ") {
@@ -35,7 +35,7 @@ const fn stands_at(text: &[u8], at: usize, what: &[u8]) -> bool {
 /// A decimal number with the suffix `u`, and where it ends.
 const fn number(text: &[u8], mut at: usize) -> (u64, usize) {
     let mut value = 0;
-    assert!(text[at].is_ascii_digit(), "a number of the header that is not decimal");
+    assert!(text[at].is_ascii_digit(), "number in the header is not decimal");
     while text[at].is_ascii_digit() {
         value = 10 * value + (text[at] - b'0') as u64;
         at += 1;

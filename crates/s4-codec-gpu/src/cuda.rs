@@ -65,7 +65,7 @@ impl Cuda {
         let count = result::device::get_count().map_err(|e| unavailable(words(e)))?;
         let devices = (0..count).map(info).collect::<Result<Vec<_>>>()?;
         if devices.is_empty() {
-            return Err(unavailable("the driver lists no device".into()));
+            return Err(unavailable("the driver reports no devices".into()));
         }
         let open = devices.iter().map(|_| Mutex::default()).collect();
         Ok(Self { devices, open, driver })
@@ -107,7 +107,7 @@ impl Cuda {
         let at = ordinal as usize;
         let (Some(info), Some(open)) = (self.devices.get(at), self.open.get(at)) else {
             let n = self.devices.len();
-            return Err(GpuError::Argument(format!("no CUDA device {ordinal}: there are {n}")));
+            return Err(GpuError::Argument(format!("no CUDA device {ordinal}: {n} found")));
         };
         let mut open = open.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(device) = open.upgrade() {
@@ -122,7 +122,7 @@ impl Cuda {
 fn info(ordinal: i32) -> Result<DeviceInfo> {
     use sys::CUdevice_attribute as A;
     let number = ordinal.unsigned_abs();
-    let action = "read its properties";
+    let action = "read the properties";
     let device = result::device::get(ordinal).on(number, action)?;
     let attribute = |a| {
         // SAFETY: `device` is one that the driver gave.

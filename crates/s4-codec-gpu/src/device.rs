@@ -70,7 +70,7 @@ impl Device {
         let maps = has(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
         // SAFETY: as above; released in `drop`.
         let context = unsafe { result::primary_ctx::retain(handle) };
-        let context = context.on(number, "use its primary context")?;
+        let context = context.on(number, "retain the primary context")?;
         let mut device = Self { info, handle, context, maps, kernels: None };
         let kernels = {
             let _current = device.enter()?;
@@ -102,8 +102,8 @@ impl Device {
     pub(crate) fn kernels(&self) -> Result<&Kernels> {
         self.kernels.as_ref().ok_or_else(|| GpuError::Driver {
             device: self.ordinal(),
-            action: "find its kernels",
-            reason: "they are not loaded".into(),
+            action: "find the kernels",
+            reason: "not loaded".into(),
         })
     }
 
@@ -115,7 +115,7 @@ impl Device {
     pub fn enter(&self) -> Result<Current<'_>> {
         // SAFETY: the context is held as long as `self` lives.
         let pushed = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
-        pushed.result().on(self.ordinal(), "enter its context")?;
+        pushed.result().on(self.ordinal(), "enter the context")?;
         let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         Ok(Current { captures: exchange_captures(relaxed), _thread: PhantomData })
     }
@@ -126,7 +126,7 @@ impl Device {
     /// `Driver`.
     pub fn memory(&self) -> Result<(u64, u64)> {
         let _current = self.enter()?;
-        let (free, total) = result::mem_get_info().on(self.ordinal(), "read its free memory")?;
+        let (free, total) = result::mem_get_info().on(self.ordinal(), "query the free memory")?;
         Ok((free as u64, total as u64))
     }
 
@@ -143,7 +143,7 @@ impl Device {
         let bad = |what: &str| {
             let device = self.ordinal();
             Err(GpuError::Argument(format!(
-                "{bytes} bytes at {address:#x} are {what} CUDA device {device}"
+                "{bytes} bytes at {address:#x} {what} CUDA device {device}"
             )))
         };
         let (mut memory, mut ordinal, mut start, mut size) = (0u32, 0i32, 0u64, 0usize);
@@ -164,12 +164,12 @@ impl Device {
         let known = unsafe {
             sys::cuPointerGetAttributes(4, asked.as_mut_ptr(), places.as_mut_ptr(), address)
         };
-        known.result().on(self.ordinal(), "look at a pointer")?;
+        known.result().on(self.ordinal(), "query a pointer")?;
         if memory != sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 {
-            return bad("not in the memory of");
+            return bad("are not in the memory of");
         }
         if ordinal.unsigned_abs() != self.ordinal() {
-            return bad("in the memory of another device, not of");
+            return bad("are in the memory of another device, not of");
         }
         // Memory mapped piece by piece reports only the piece: the range may continue after it.
         let end = start.saturating_add(size as u64);
@@ -181,7 +181,7 @@ impl Device {
             return if self.goes_on(end) {
                 Ok(own)
             } else {
-                bad("more than was allocated there on")
+                bad("extend past the end of their allocation on")
             };
         }
         Ok(start..end)
@@ -250,7 +250,7 @@ impl Stream {
         let (least, _) = range.on(device.ordinal(), "read stream priorities")?;
         let kind = result::stream::StreamKind::NonBlocking;
         let handle = result::stream::create_with_priority(kind, least);
-        let handle = handle.on(device.ordinal(), "make a stream")?;
+        let handle = handle.on(device.ordinal(), "create a stream")?;
         Ok(Self { device: Arc::clone(device), handle, own: true })
     }
 
@@ -284,7 +284,7 @@ impl Stream {
     /// `Driver`; `Argument` if a CUDA graph is being captured on `other`: its work does not run yet.
     pub fn wait_for(&self, other: &Self) -> Result<()> {
         if other.is_capturing()? {
-            let what = "a CUDA graph is being captured on the stream that writes the values";
+            let what = "a CUDA graph is being captured on the stream that produces the values";
             return Err(GpuError::Argument(what.into()));
         }
         let event = Event::new(&other.device)?;
@@ -297,7 +297,9 @@ impl Stream {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         // SAFETY: the handle is alive, and `status` is written.
         let known = unsafe { sys::cuStreamIsCapturing(self.handle, &mut status) };
-        known.result().on(self.device.ordinal(), "ask whether a graph is captured on a stream")?;
+        known
+            .result()
+            .on(self.device.ordinal(), "query whether a graph is being captured on a stream")?;
         Ok(status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
@@ -321,7 +323,7 @@ impl Stream {
         let _current = self.device.enter()?;
         // SAFETY: the handle is alive.
         let done = unsafe { result::stream::synchronize(self.handle) };
-        done.on(self.device.ordinal(), "finish the work on a stream")
+        done.on(self.device.ordinal(), "wait for the work on a stream")
     }
 }
 
@@ -370,7 +372,7 @@ impl Event {
         let mut handle = std::ptr::null_mut();
         // SAFETY: a place for one handle.
         let made = unsafe { sys::cuEventCreate(&mut handle, flags) };
-        made.result().on(device.ordinal(), "make an event")?;
+        made.result().on(device.ordinal(), "create an event")?;
         Ok(Self { device: Arc::clone(device), handle })
     }
 
@@ -393,7 +395,7 @@ impl Event {
         let _current = self.device.enter()?;
         // SAFETY: the handle is alive.
         let done = unsafe { result::event::synchronize(self.handle) };
-        done.on(self.device.ordinal(), "finish the work on a stream")
+        done.on(self.device.ordinal(), "wait for the work on a stream")
     }
 
     /// Whether the work before the event is done. An error only shows when the event is waited for.
@@ -411,7 +413,7 @@ impl Event {
         let _current = self.device.enter()?;
         // SAFETY: both handles are alive.
         let ms = unsafe { result::event::elapsed(start.handle, self.handle) };
-        ms.on(self.device.ordinal(), "time an event")
+        ms.on(self.device.ordinal(), "measure the time between events")
     }
 }
 

@@ -8,11 +8,11 @@ pub enum GpuError {
     /// There is no usable CUDA: work on the CPU.
     #[error("CUDA is not available: {reason}")]
     Unavailable {
-        /// Why: no driver, too old a driver, no device.
+        /// The reason: no driver, too old a driver, no device.
         reason: String,
     },
     /// The device does not have that much free memory: free some, or lower the budget.
-    #[error("CUDA device {device} has no {bytes} bytes left for {what}")]
+    #[error("CUDA device {device} is out of memory: {bytes} bytes needed for {what}")]
     OutOfMemory {
         /// Ordinal of the device.
         device: u32,
@@ -22,7 +22,7 @@ pub enum GpuError {
         what: &'static str,
     },
     /// The work does not fit the memory that the caller allows: raise the budget.
-    #[error("{what} needs {needed} bytes, and the budget is {budget}")]
+    #[error("{needed} bytes needed for {what}, but the budget is {budget}")]
     Budget {
         /// The purpose of the memory.
         what: &'static str,

@@ -56,7 +56,8 @@ impl Pool {
     ) -> Result<DeviceBuffer> {
         if stream.device().ordinal() != self.device.ordinal() {
             let (own, other) = (self.device.ordinal(), stream.device().ordinal());
-            let what = format!("memory of CUDA device {own} for a stream of device {other}");
+            let what =
+                format!("memory is on CUDA device {own}, but the stream is on device {other}");
             return Err(GpuError::Argument(what));
         }
         let take = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.budget);

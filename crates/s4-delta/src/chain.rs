@@ -32,7 +32,9 @@ where
             return Err(Error::corrupt(format!("checkpoint {id} is its own ancestor")).into());
         }
         if newest_first.len() == max {
-            let what = format!("the chain has more than {max} checkpoints: {id} is beyond");
+            let what = format!(
+                "the chain has more than {max} checkpoints (checkpoint {id} exceeds the limit)"
+            );
             return Err(Error::limit(what).into());
         }
         next = parent(&id)?;

@@ -1,4 +1,4 @@
-//! When the next checkpoint should be a base, and otherwise which parent it gets.
+//! Decides whether the next checkpoint should be a base, and otherwise which parent it gets.
 //!
 //! A delta is small but must be read together with its parents. These rules say when to end a
 //! chain. They are plain arithmetic on a store's records of its listed checkpoints.
@@ -64,7 +64,7 @@ pub enum Decision {
     Base(Reason),
 }
 
-/// Why a base is due.
+/// The reason that a base is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
     /// There is no checkpoint before.
@@ -81,7 +81,7 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::First => "there is no earlier checkpoint",
-            Self::Full => "the base already has the most checkpoints allowed",
+            Self::Full => "the base already has the maximum number of checkpoints",
             Self::NotPaying => "recent deltas were hardly smaller than a base",
             Self::Changed => "most tensors are new or changed dtype or shape",
         })

@@ -87,13 +87,17 @@ impl Residual {
     fn check(self, width: Width, parent: &[u8], buf: &[u8]) -> Result<()> {
         if parent.len() != buf.len() {
             return Err(Error::corrupt(format!(
-                "a difference of {} bytes from a parent of {} bytes",
+                "difference has {} bytes, but its parent has {}",
                 buf.len(),
                 parent.len()
             )));
         }
         if !buf.len().is_multiple_of(width.bytes()) {
-            let what = format!("{} bytes are not elements of {}", buf.len(), width.bytes());
+            let what = format!(
+                "{} bytes are not a multiple of the element size {}",
+                buf.len(),
+                width.bytes()
+            );
             return Err(Error::corrupt(what));
         }
         Ok(())

@@ -22,7 +22,8 @@ pub(crate) fn chunk_bytes(
     let first = chunk << chunk_log2;
     let start = usize::try_from(first).ok().and_then(|f| f.checked_mul(width));
     let start = start.filter(|&s| s < data.len());
-    let start = start.ok_or_else(|| Error::limit("tensor has no such chunk").in_chunk(chunk))?;
+    let start =
+        start.ok_or_else(|| Error::limit("the tensor has no such chunk").in_chunk(chunk))?;
     let end = data.len().min(start + (width << chunk_log2));
     Ok((first, &data[start..end]))
 }

@@ -8,8 +8,8 @@ use s4_planes::Simd;
 use crate::{CpuEngine, Preset};
 
 /// Advice appended to errors about closed codecs.
-const WAY_OUT: &str = "or have `s4w transcode --trusted` turn the file into an open one on a machine \
-                       with a GPU and nvCOMP";
+const WAY_OUT: &str = "or convert the file to open codecs with `s4w transcode --trusted` on a machine with a GPU \
+                       and nvCOMP";
 
 impl CpuEngine {
     /// An engine that reads a checkpoint whose manifest lists these closed bitstreams. Streams of open ones are
@@ -101,9 +101,9 @@ const LIBRARY: &str = "nvCOMP 6 (install nvidia-libnvcomp-cu12 or nvidia-libnvco
 
 fn not_trusted(c: &ClosedCodec) -> Error {
     Error::unsupported(format!(
-        "closed codec `{}` (nvCOMP {}) is decoded only if the file is trusted, because the vendor's \
-         decoder is not safe on bytes of unknown origin: if you know who wrote it, read it with \
-         `trusted=True` (`s4w`: with `--trusted`), {WAY_OUT}",
+        "closed codec `{}` (nvCOMP {}) is decoded only if the file is trusted, because the vendor's decoder is \
+         not safe on data of unknown origin: if you know who wrote the file, read it with `trusted=True` (`s4w`: \
+         `--trusted`), {WAY_OUT}",
         c.codec, c.library_major
     ))
 }

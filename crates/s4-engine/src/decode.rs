@@ -69,9 +69,10 @@ impl CpuEngine {
         dst: &mut [u8],
     ) -> Result<()> {
         let DecodeJob { spec, record, frame, .. } = *job;
-        let stored = || Error::corrupt("checksum of the stored bytes differs");
+        let stored = || Error::corrupt("checksum mismatch in the stored bytes");
         if frame.len() != record.len as usize {
-            let what = format!("{} bytes stored, {} named", frame.len(), record.len);
+            let what =
+                format!("frame has {} bytes, but its record says {}", frame.len(), record.len);
             return Err(Error::corrupt(what));
         }
         // The checksum of the values, once it is known.
@@ -79,7 +80,7 @@ impl CpuEngine {
         if record.plain {
             if frame.len() != dst.len() {
                 return Err(Error::corrupt(format!(
-                    "plain chunk of {} bytes, {} expected",
+                    "plain chunk has {} bytes, expected {}",
                     frame.len(),
                     dst.len()
                 )));
@@ -92,7 +93,8 @@ impl CpuEngine {
         } else {
             let width = spec.dtype.value_width();
             if !dst.len().is_multiple_of(width) {
-                let what = format!("{} bytes for values of {width}", dst.len());
+                let what =
+                    format!("{} bytes are not a multiple of the value size {width}", dst.len());
                 return Err(Error::corrupt(what));
             }
             let planes = Planes::new(spec.plan.layout, width, dst.len() / width)?;
@@ -103,7 +105,7 @@ impl CpuEngine {
             crc = self.decode_predicted(job, &streams, scratch, dst)?;
         }
         if crc.unwrap_or_else(|| crc32c(dst)) != record.crc_raw {
-            return Err(Error::corrupt("checksum of the decoded values differs"));
+            return Err(Error::corrupt("checksum mismatch in the decoded values"));
         }
         Ok(())
     }
@@ -220,7 +222,7 @@ impl CpuEngine {
             scratch.contexts = contexts;
         }
         if !scratch.carry.is_empty() {
-            return Err(Error::corrupt("the last stream carries bytes of another")
+            return Err(Error::corrupt("the last stream carries bytes of another stream")
                 .in_stream(sizes.len() - 1));
         }
         split.merge(sizes, &stored, given.prediction.is_none(), scratch, dst)

@@ -117,9 +117,9 @@ pub(crate) fn fills(dtype: DType, shape: &[u64], bytes: u64) -> s4_format::Resul
     };
     match elements == Some(bytes) {
         true => Ok(()),
-        false => {
-            Err(Error::limit(format!("{bytes} bytes of values for shape {shape:?} of {dtype}")))
-        }
+        false => Err(Error::limit(format!(
+            "{bytes} bytes of values do not match shape {shape:?} of {dtype}"
+        ))),
     }
 }
 

@@ -156,14 +156,14 @@ impl<E: From<TensorError>> Inputs<E> for NoInputs {
 
 /// The error for a delta whose input is missing.
 pub(crate) fn missing(tensor: usize, chunk: u64) -> TensorError {
-    let source = Error::unsupported("a delta without the values of its parent").in_chunk(chunk);
+    let source = Error::unsupported("delta without its parent's values").in_chunk(chunk);
     TensorError { tensor, source }
 }
 
 /// The error for a delta whose moments are missing.
 pub(crate) fn missing_moments(tensor: usize, chunk: u64) -> TensorError {
     let source =
-        Error::unsupported("a delta without the moments that it is predicted from").in_chunk(chunk);
+        Error::unsupported("delta without the moments that it is predicted from").in_chunk(chunk);
     TensorError { tensor, source }
 }
 
@@ -176,7 +176,7 @@ pub(crate) fn decode_frames(
     scratch: &mut Scratch,
 ) -> s4_format::Result<Vec<u8>> {
     if frames.is_empty() {
-        return Err(Error::corrupt("a parent without a frame").in_chunk(chunk));
+        return Err(Error::corrupt("parent has no frame").in_chunk(chunk));
     }
     let mut values = vec![0; bytes];
     for (i, f) in frames.iter().enumerate() {

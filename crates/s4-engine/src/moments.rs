@@ -61,7 +61,7 @@ impl MomentUse {
         };
         if plan.moments().len() != 1 + usize::from(by.dtypes().1.is_some()) {
             return Err(Error::corrupt(
-                "a plan with more or fewer moments than its side data says",
+                "number of moments in the plan does not match its side data",
             ));
         }
         Ok(Some(by))
@@ -102,7 +102,7 @@ impl Moment<'_> {
         let (width, log2) = (self.dtype.value_width() as u64, chunk_log2(self.dtype));
         let bytes = self.values.bytes();
         let all = chunk_count(bytes / width, log2);
-        let none = || Error::corrupt("a moment has a different number of values");
+        let none = || Error::corrupt("weights and moment differ in number of values");
         let end = first.checked_add(count).filter(|end| *end <= bytes / width).ok_or_else(none)?;
         let part = |chunk: u64| {
             let record = self.records.get(chunk as usize).ok_or_else(none)?;

@@ -73,7 +73,7 @@ impl Layout {
         let sizes = self.planes(src.len())?;
         if self.id == LayoutId::TOKEN {
             // Its planes cannot be made piece by piece, and it is only used for differences, which are copies.
-            return Err(Error::unsupported("layout `token` of values themselves"));
+            return Err(Error::unsupported("layout `token` for values that are not differences"));
         }
         self.make_room(sizes.sizes(), &mut scratch.planes);
         if self.id == LayoutId::WHOLE {
@@ -188,7 +188,7 @@ pub(crate) fn token_plane_len(width: usize, tokens: &[u8]) -> Result<usize> {
     let w = width_of(width)?;
     let mut bits = 0usize;
     for &t in tokens {
-        let n = token_bits(w, t).ok_or_else(|| Error::corrupt(format!("token {t}")))?;
+        let n = token_bits(w, t).ok_or_else(|| Error::corrupt(format!("invalid token {t}")))?;
         bits += n as usize;
     }
     Ok(bits.div_ceil(8))

@@ -52,7 +52,9 @@ impl CpuEngine {
         let Some(predictor) = self.predictors.get(plan.predictor)? else { return Ok(None) };
         let residual = Residual::from_id(plan.residual).ok_or_else(|| {
             let (residual, predictor) = (plan.residual, plan.predictor);
-            Error::corrupt(format!("residual `{residual}` from predictor `{predictor}`"))
+            Error::corrupt(format!(
+                "residual `{residual}` is not valid for predictor `{predictor}`"
+            ))
         })?;
         let width = width_of(tensor.dtype.value_width())?;
         let kernels = self.kernels;
@@ -83,11 +85,11 @@ impl Prediction<'_> {
             None => self.predictor.inputs().len(),
         };
         if inputs.len() < needed || inputs.len() > MAX_INPUTS {
-            return Err(Error::unsupported("a delta without the values of its parent"));
+            return Err(Error::unsupported("delta without its parent's values"));
         }
         for (i, other) in inputs.enumerate() {
             if other != self.scaled(i, len) {
-                let what = format!("a difference of {len} bytes from a parent of {other} bytes");
+                let what = format!("difference has {len} bytes, but its parent has {other}");
                 return Err(Error::corrupt(what));
             }
         }
@@ -114,7 +116,7 @@ impl Prediction<'_> {
             (Residual::Descent, Some(MomentUse::Contexts(update)), [_, first, ..]) => {
                 update.turn(self.kernels, self.width, residuals, first)
             }
-            (Residual::Descent, ..) => Err(Error::corrupt("residual `descent` without moments")),
+            (Residual::Descent, ..) => Err(Error::corrupt("residual `descent` needs moments")),
             _ => Ok(()),
         }
     }
@@ -270,7 +272,9 @@ impl Prediction<'_> {
         match predicted {
             Predicted::Input(i) if i >= inputs.len() => {
                 let id = self.predictor.id();
-                Err(Error::unsupported(format!("predictor `{id}` names input {i}")))
+                Err(Error::unsupported(format!(
+                    "predictor `{id}` refers to input {i}, which does not exist"
+                )))
             }
             known => Ok(known),
         }

@@ -94,7 +94,7 @@ impl DeviceMemory {
         if first.checked_add(len).is_none_or(|end| end > self.bytes) {
             let bytes = self.bytes;
             return Err(s4_codec_gpu::GpuError::Argument(format!(
-                "bytes {first} to {first} + {len} of {bytes} bytes of device memory"
+                "{len} bytes at {first} are outside {bytes} bytes of device memory"
             )));
         }
         Ok(Self { address: self.address + first, bytes: len, ..*self })

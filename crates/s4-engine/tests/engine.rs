@@ -191,7 +191,7 @@ fn frames_do_not_depend_on_threads_windows_or_where_parents_are() {
     // An input that cannot be read is an error of the first chunk that needs it, and nothing follows it.
     for (given, what) in [
         (Given::Nowhere, "tensor 0: corrupt data (chunk 0): gone"),
-        (Given::Device, "a delta without the values of its parent"),
+        (Given::Device, "delta without its parent's values"),
     ] {
         let inputs = &parents(given);
         let jobs = Jobs { inputs, window: 2, ..Jobs::new(&tensors, &plans) };
@@ -204,7 +204,7 @@ fn frames_do_not_depend_on_threads_windows_or_where_parents_are() {
         assert!(failed.contains(what) && handed == 0, "{failed}, {handed} frames");
     }
     let none = encode(&cpu, &Jobs::new(&tensors, &plans)).unwrap_err();
-    assert!(none.to_string().contains("without the values of its parent"), "{none}");
+    assert!(none.to_string().contains("without its parent's values"), "{none}");
 }
 
 fn cpu_plans(
@@ -234,13 +234,13 @@ fn an_error_of_the_sink_ends_the_work_and_what_does_not_fit_is_refused() {
         encode(&cpu, &Jobs::new(&[tensor], plans)).unwrap_err().to_string()
     };
     let shape = wrong(TensorValues { shape: &[3], ..tensor }, &plans);
-    assert!(shape.contains("524288 bytes of values for shape [3]"), "{shape}");
+    assert!(shape.contains("524288 bytes of values do not match shape [3]"), "{shape}");
     assert!(wrong(tensor, &[]).contains("0 plans for 1 tensors"));
     for shape in [&[1 << 12, 1 << 12][..], &[3], &[1 << 62, 0], &[1 << 62, 1 << 62]] {
         let tensor = TensorValues { shape, ..tensor };
         let planned = Engine::plan::<TensorError>(&cpu, PRESET, &[tensor], &NoInputs, None);
         let error = planned.unwrap_err().to_string();
-        assert!(error.contains("524288 bytes of values for shape"), "{error}");
+        assert!(error.contains("524288 bytes of values do not match shape"), "{error}");
     }
     // Empty, however large its other dimensions are.
     let empty = TensorValues::new(DTYPE, &[1 << 62, 0], &[][..]);

@@ -1,4 +1,4 @@
-//! JSON maps and lists with a bounded number of entries. A map has no key twice.
+//! JSON maps and lists with a bounded number of entries. Duplicate keys are errors.
 //!
 //! The bound limits memory: an entry of a few bytes of text can take a few hundred bytes of memory.
 
@@ -96,7 +96,10 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for Map<'_, V> {
             match out.entry(key) {
                 Entry::Vacant(place) => place.insert(value),
                 Entry::Occupied(there) => {
-                    return Err(Error::custom(format!("`{}` twice", there.key().escape_debug())));
+                    return Err(Error::custom(format!(
+                        "duplicate key `{}`",
+                        there.key().escape_debug()
+                    )));
                 }
             };
         }
@@ -125,6 +128,6 @@ impl<'de> Visitor<'de> for Maps {
 }
 
 pub(crate) fn take<E: Error>(left: &mut usize) -> Result<(), E> {
-    *left = left.checked_sub(1).ok_or_else(|| E::custom("more entries than are allowed"))?;
+    *left = left.checked_sub(1).ok_or_else(|| E::custom("too many entries"))?;
     Ok(())
 }

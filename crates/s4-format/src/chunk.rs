@@ -51,7 +51,7 @@ impl ChunkRecord {
     pub fn parse_table(bytes: &[u8]) -> Result<Vec<Self>> {
         if !bytes.len().is_multiple_of(Self::SIZE) {
             return Err(
-                Error::corrupt("size is not a multiple of a record's").in_part("chunk table")
+                Error::corrupt("size is not a multiple of the record size").in_part("chunk table")
             );
         }
         let mut c = Cursor::new(bytes);
@@ -67,7 +67,8 @@ impl ChunkRecord {
                 crc_raw: c.u32()?,
             };
             if record.len as usize > MAX_CHUNK_BYTES {
-                let what = format!("chunk of {} bytes", record.len);
+                let what =
+                    format!("chunk has {} bytes, at most {MAX_CHUNK_BYTES} allowed", record.len);
                 return Err(Error::limit(what).in_part("chunk table").in_chunk(i as u64));
             }
             table.push(record);
@@ -121,7 +122,7 @@ impl StreamEntry {
         let mut at = Self::header_len(streams);
         for (i, &(entry, start, end)) in places[..streams].iter().enumerate() {
             if chunk[at..start].iter().any(|&b| b != 0) {
-                return Err(Error::corrupt("bytes before a stream")
+                return Err(Error::corrupt("padding before the stream is not zero")
                     .in_part("chunk header")
                     .in_stream(i));
             }
@@ -147,7 +148,9 @@ impl StreamEntry {
         len: usize,
     ) -> Result<[(Self, usize, usize); MAX_PLANES]> {
         if streams > MAX_PLANES {
-            return Err(Error::limit(format!("{streams} streams")));
+            return Err(Error::limit(format!(
+                "chunk has {streams} streams, at most {MAX_PLANES} allowed"
+            )));
         }
         let mut c = Cursor::new(head);
         let mut out = [(Self::EMPTY, 0, 0); MAX_PLANES];
@@ -163,14 +166,17 @@ impl StreamEntry {
             *start = at.next_multiple_of(ALIGN);
             at =
                 start.checked_add(entry.len as usize).filter(|&at| at <= len).ok_or_else(|| {
-                    Error::truncated(format!("stream of {} bytes passes the end", entry.len))
-                        .in_part("chunk header")
-                        .in_stream(i)
+                    Error::truncated(format!(
+                        "stream of {} bytes extends past the end of the chunk",
+                        entry.len
+                    ))
+                    .in_part("chunk header")
+                    .in_stream(i)
                 })?;
             *end = at;
         }
         if at != len {
-            let what = format!("{} bytes after the last stream", len.saturating_sub(at));
+            let what = format!("{} unexpected bytes after the last stream", len.saturating_sub(at));
             return Err(Error::corrupt(what).in_part("chunk header"));
         }
         Ok(out)

@@ -73,7 +73,7 @@ impl<'de> Deserialize<'de> for Digest {
         if digest.to_string() == text {
             Ok(digest)
         } else {
-            Err(serde::de::Error::custom("a hash is written in lower case"))
+            Err(serde::de::Error::custom("a hash must be in lower case"))
         }
     }
 }

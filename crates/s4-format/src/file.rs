@@ -50,7 +50,7 @@ impl Version {
             return Ok(());
         }
         Err(Error::unsupported(format!(
-            "file of format {self}; this version reads format {}",
+            "file has format {self}, but this version reads format {}",
             Self::CURRENT
         )))
     }
@@ -157,7 +157,7 @@ impl Footer {
         };
         if bytes[56..] != END_MAGIC {
             return Err(Error::truncated(
-                "the end of the file is missing: it was truncated, or never fully written",
+                "the end of the file is missing: the file was truncated or never fully written",
             ));
         }
         let mut c = Cursor::new(bytes);
@@ -166,17 +166,20 @@ impl Footer {
         digest.0.copy_from_slice(c.take(32)?);
         let version = Version { major: c.u16()?, minor: c.u16()? };
         if c.u32()? != crc32c(&bytes[..52]) {
-            return Err(Error::corrupt("checksum differs"));
+            return Err(Error::corrupt("checksum mismatch"));
         }
         version.require_readable()?;
         let end = offset.checked_add(len).and_then(|e| e.checked_add(FOOTER_LEN as u64));
         if end != Some(file_len) || offset < HEADER_LEN as u64 {
             return Err(Error::corrupt(format!(
-                "manifest at {offset} of {len} bytes does not end at the footer of a file of {file_len} bytes"
+                "manifest of {len} bytes at {offset} does not end at the footer of the file, which has \
+                 {file_len} bytes"
             )));
         }
         if len > MAX_MANIFEST {
-            return Err(Error::limit(format!("manifest of {len} bytes")));
+            return Err(Error::limit(format!(
+                "manifest has {len} bytes, at most {MAX_MANIFEST} allowed"
+            )));
         }
         Ok(Self { offset, len, digest })
     }

@@ -47,7 +47,8 @@ macro_rules! ids {
                 match self.support() {
                     Some(Support::Open) => Ok(self),
                     Some(Support::Closed) => Err(Error::unsupported(format!(
-                        concat!($what, " `{}` (id {}) is a vendor's closed bitstream: reading it needs the vendor's library and a GPU"),
+                        concat!($what, " `{}` (id {}) is a vendor's closed bitstream, which can only be read \
+                                        with the vendor's library and a GPU"),
                         self, self.0))),
                     None => Err(Error::unsupported(format!(
                         concat!($what, " id {} is unknown to this version"), self.0))),

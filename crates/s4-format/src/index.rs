@@ -78,9 +78,14 @@ impl Tensor {
         } else {
             self.shape.iter().try_fold(1u64, |p, &d| p.checked_mul(d))
         };
-        product
-            .filter(|p| p.checked_mul(size).is_some_and(|b| b <= MAX_TENSOR_BYTES))
-            .ok_or_else(|| Error::limit(format!("shape {:?} of {}", self.shape, self.dtype)))
+        product.filter(|p| p.checked_mul(size).is_some_and(|b| b <= MAX_TENSOR_BYTES)).ok_or_else(
+            || {
+                Error::limit(format!(
+                    "shape {:?} of {} exceeds {MAX_TENSOR_BYTES} bytes",
+                    self.shape, self.dtype
+                ))
+            },
+        )
     }
 
     /// Bytes of the values.
@@ -106,7 +111,10 @@ impl Tensor {
 /// `Limit` if there are too many tensors, a name, shape or number does not fit, or the table is larger than readers accept.
 pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
     if tensors.len() > MAX_TENSORS {
-        return Err(Error::limit(format!("{} tensors", tensors.len())));
+        return Err(Error::limit(format!(
+            "{} tensors, at most {MAX_TENSORS} allowed",
+            tensors.len()
+        )));
     }
     let (mut records, mut dims, mut names) = (vec![], Vec::<u64>::new(), Vec::<u8>::new());
     for t in tensors {
@@ -115,7 +123,11 @@ pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
                 .in_tensor(&t.name.chars().take(80).collect::<String>()));
         }
         if t.shape.len() > MAX_RANK {
-            return Err(Error::limit(format!("rank {}", t.shape.len())).in_tensor(&t.name));
+            return Err(Error::limit(format!(
+                "rank {}, at most {MAX_RANK} allowed",
+                t.shape.len()
+            ))
+            .in_tensor(&t.name));
         }
         t.elements().map_err(|e| e.in_tensor(&t.name))?;
         records.extend(fit::<u32>(names.len(), "names")?.to_le_bytes());
@@ -139,7 +151,7 @@ pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
     let len = TABLE_HEADER_LEN + records.len() + 8 * dims.len() + names.len();
     if len as u64 > MAX_TENSOR_TABLE {
         let what = format!(
-            "a table of {len} bytes for {} tensors, {MAX_TENSOR_TABLE} allowed",
+            "tensor table has {len} bytes for {} tensors, at most {MAX_TENSOR_TABLE} bytes allowed",
             tensors.len()
         );
         return Err(Error::limit(what));
@@ -168,14 +180,16 @@ fn parse_inner(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
     let mut c = Cursor::new(bytes);
     let (count, dims_len, names_len) = (c.u32()? as usize, c.u32()? as usize, c.u64()?);
     if count > MAX_TENSORS {
-        return Err(Error::limit(format!("{count} tensors")));
+        return Err(Error::limit(format!("{count} tensors, at most {MAX_TENSORS} allowed")));
     }
-    let names_len = usize::try_from(names_len).map_err(|_| Error::limit("names"))?;
+    let names_len =
+        usize::try_from(names_len).map_err(|_| Error::limit("too many bytes of names"))?;
     let records = c.take(count * RECORD_LEN)?;
-    let dims = c.take(dims_len.checked_mul(8).ok_or_else(|| Error::limit("dimensions"))?)?;
+    let dims =
+        c.take(dims_len.checked_mul(8).ok_or_else(|| Error::limit("too many dimensions"))?)?;
     let names = c.take(names_len)?;
     if c.rest() != 0 {
-        return Err(Error::corrupt(format!("{} bytes after the names", c.rest())));
+        return Err(Error::corrupt(format!("{} unexpected bytes after the names", c.rest())));
     }
     let pools = Pools { dims, names };
     check_pools(records)?;
@@ -192,7 +206,7 @@ fn parse_inner(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
     let named = by_name(&tensors);
     let name = |i: u32| &tensors[i as usize].name;
     if let Some(twice) = named.windows(2).find(|w| name(w[0]) == name(w[1])) {
-        return Err(Error::corrupt("two tensors have this name").in_tensor(name(twice[0])));
+        return Err(Error::corrupt("duplicate tensor name").in_tensor(name(twice[0])));
     }
     Ok(tensors)
 }
@@ -244,13 +258,15 @@ fn parse_record(record: &[u8], pools: &Pools<'_>) -> Result<Tensor> {
     let (chunk_log2, kind) = (c.u8()?, c.u8()?);
     let (place, aux, crc) = (c.u64()?, c.u32()?, c.u32()?);
     if rank > MAX_RANK || name_len > MAX_NAME {
-        return Err(Error::limit(format!("rank {rank} or name of {name_len} bytes")));
+        return Err(Error::limit(format!(
+            "rank is {rank} (at most {MAX_RANK} allowed), name has {name_len} bytes (at most {MAX_NAME} allowed)"
+        )));
     }
     let name = pools.names.get(name_at..name_at + name_len);
-    let name = name.ok_or_else(|| Error::corrupt("name lies outside the pool"))?;
+    let name = name.ok_or_else(|| Error::corrupt("name lies outside the pool of names"))?;
     let name = std::str::from_utf8(name).map_err(|_| Error::corrupt("name is not UTF-8"))?;
     let dims = dims_at.checked_mul(8).and_then(|at| pools.dims.get(at..at.checked_add(rank * 8)?));
-    let dims = dims.ok_or_else(|| Error::corrupt("shape lies outside the pool"))?;
+    let dims = dims.ok_or_else(|| Error::corrupt("shape lies outside the pool of dimensions"))?;
     let mut d = Cursor::new(dims);
     let shape = (0..rank).map(|_| d.u64()).collect::<Result<_>>()?;
     let kind = match kind {
@@ -260,7 +276,7 @@ fn parse_record(record: &[u8], pools: &Pools<'_>) -> Result<Tensor> {
             pack: kind == 2,
         },
         1 => TensorKind::Packed { pack: aux, first: place },
-        k => return Err(Error::unsupported(format!("tensor kind {k}"))),
+        k => return Err(Error::unsupported(format!("unknown tensor kind {k}"))),
     };
     // A packed tensor's plan is its pack's; the field may hold anything.
     let plan = if matches!(kind, TensorKind::Packed { .. }) { 0 } else { plan };
@@ -274,13 +290,18 @@ fn check_record(t: &Tensor, end: u64, plans: usize) -> Result<()> {
     }
     if let TensorKind::Chunks { block, chunk_log2, pack } = t.kind {
         if t.name.is_empty() != pack {
-            return Err(Error::corrupt("a pack with a name, or a tensor without one"));
+            return Err(Error::corrupt("a pack has a name, or a tensor has none"));
         }
         if !CHUNK_LOG2.contains(&chunk_log2) {
-            return Err(Error::limit(format!("chunks of 2^{chunk_log2} values")));
+            return Err(Error::limit(format!(
+                "chunks have 2^{chunk_log2} values, 2^16 to 2^18 allowed"
+            )));
         }
         if usize::from(t.plan) >= plans {
-            return Err(Error::corrupt(format!("plan {} of {plans}", t.plan)));
+            return Err(Error::corrupt(format!(
+                "plan {} does not exist: the manifest has {plans} plans",
+                t.plan
+            )));
         }
         if block.offset.checked_add(u64::from(block.len)).is_none_or(|e| e > end) {
             return Err(Error::corrupt("block lies outside the file"));
@@ -288,10 +309,10 @@ fn check_record(t: &Tensor, end: u64, plans: usize) -> Result<()> {
         let table = chunk_count(values, chunk_log2).checked_mul(ChunkRecord::SIZE as u64);
         let side = table.and_then(|t| u64::from(block.len).checked_sub(t));
         if side.is_none_or(|s| s > MAX_SIDE as u64) {
-            return Err(Error::corrupt("block does not have the size of its chunk table"));
+            return Err(Error::corrupt("block size does not match its chunk table"));
         }
     } else if t.name.is_empty() {
-        return Err(Error::corrupt("tensor without a name"));
+        return Err(Error::corrupt("tensor has no name"));
     }
     Ok(())
 }
@@ -300,10 +321,10 @@ fn check_relations(t: &Tensor, all: &[Tensor]) -> Result<()> {
     let TensorKind::Packed { pack, first } = t.kind else { return Ok(()) };
     let host = all.get(pack as usize);
     let host = host.filter(|h| matches!(h.kind, TensorKind::Chunks { pack: true, .. }));
-    let host = host.ok_or_else(|| Error::corrupt(format!("{pack} is not a pack")))?;
+    let host = host.ok_or_else(|| Error::corrupt(format!("tensor {pack} is not a pack")))?;
     let fits = first.checked_add(t.values()?).is_some_and(|e| host.values().is_ok_and(|v| e <= v));
     if host.dtype.value_width() != t.dtype.value_width() || !fits {
-        return Err(Error::corrupt(format!("tensor does not lie within pack {pack}")));
+        return Err(Error::corrupt(format!("tensor does not fit in pack {pack}")));
     }
     Ok(())
 }
@@ -323,11 +344,11 @@ pub fn split_block<'a>(
     chunks: u64,
 ) -> Result<(&'a [u8], &'a [u8])> {
     if bytes.len() != block.len as usize || crate::crc32c(bytes) != block.crc {
-        return Err(Error::corrupt("checksum differs").in_part("chunk table"));
+        return Err(Error::corrupt("checksum mismatch").in_part("chunk table"));
     }
     let table = usize::try_from(chunks).ok().and_then(|c| c.checked_mul(ChunkRecord::SIZE));
     let split = table.and_then(|t| bytes.len().checked_sub(t));
-    let split = split.ok_or_else(|| Error::corrupt("block too short").in_part("chunk table"))?;
+    let split = split.ok_or_else(|| Error::corrupt("block is too short").in_part("chunk table"))?;
     Ok(bytes.split_at(split))
 }
 

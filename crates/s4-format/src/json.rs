@@ -86,7 +86,7 @@ impl<'de> Visitor<'de> for AnyValue<'_> {
         while let Some(Name(name)) = map.next_key()? {
             take(self.left)?;
             if names.contains(&name) {
-                return Err(A::Error::custom(format!("`{}` twice", name.escape_debug())));
+                return Err(A::Error::custom(format!("duplicate key `{}`", name.escape_debug())));
             }
             names.insert(name);
             map.next_value_seed(AnyValue { left: self.left })?;
@@ -119,7 +119,7 @@ mod tests {
             r#"{"": 1, "": 2}"#,
         ] {
             let e = check(json.as_bytes()).unwrap_err().to_string();
-            assert!(e.contains("twice"), "{e}");
+            assert!(e.contains("duplicate key"), "{e}");
         }
     }
 

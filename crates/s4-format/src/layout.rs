@@ -44,7 +44,7 @@ impl Planes {
             LayoutId::TOKEN => Self::of(&[n, n * width]),
             _ => {
                 return Err(Error::unsupported(format!(
-                    "layout `{layout}` of values of {width} bytes"
+                    "layout `{layout}` for values of {width} bytes"
                 )));
             }
         })

@@ -223,8 +223,8 @@ impl Manifest {
         let other = readable.iter().find(|c| c.codec == *codec);
         let here = other.map_or_else(String::new, |c| format!(" (installed: {})", c.library_major));
         let error = Error::unsupported(format!(
-            "the checkpoint needs the closed codec `{codec}`, which only version {library_major} of its \
-             vendor's library reads{here}, on a GPU: read it there, and transcode it to open codecs"
+            "the checkpoint uses closed codec `{codec}`, which can only be read on a GPU with version \
+             {library_major} of its vendor's library{here}: transcode it to open codecs on such a machine"
         ));
         Err(error.in_part("manifest"))
     }
@@ -242,7 +242,7 @@ impl Manifest {
         }
         for s in m.blobs.values().chain([&m.tensors.section]) {
             if s.offset.checked_add(s.bytes).is_none_or(|e| e > end) {
-                return Err(Error::corrupt("section reaches beyond the manifest's start"));
+                return Err(Error::corrupt("section extends past the start of the manifest"));
             }
         }
         // The sums do not overflow: all sections end at `end` or before, as checked above.
@@ -251,26 +251,40 @@ impl Manifest {
             return Err(Error::corrupt("two sections overlap"));
         }
         if m.tensors.count as usize > MAX_TENSORS || m.tensors.section.bytes > MAX_TENSOR_TABLE {
-            return Err(Error::limit(format!("{} tensors", m.tensors.count)));
+            return Err(Error::limit(format!(
+                "tensor table of {} tensors is too large",
+                m.tensors.count
+            )));
         }
         if m.objects.len() > MAX_OBJECTS {
-            return Err(Error::limit(format!("{} objects", m.objects.len())));
+            return Err(Error::limit(format!(
+                "{} objects, at most {MAX_OBJECTS} allowed",
+                m.objects.len()
+            )));
         }
         let own = |o: &&Object| o.name.is_none();
         if m.objects.iter().filter(own).count() > 1
             || m.objects.iter().find(own).is_some_and(|o| o.bytes > end)
         {
-            return Err(Error::corrupt("two unnamed objects, or one beyond the manifest"));
+            return Err(Error::corrupt(
+                "more than one unnamed object, or one that extends past the start of the manifest",
+            ));
         }
         for (at, c) in m.closed_codecs.iter().enumerate() {
             let twice = m.closed_codecs[..at].iter().any(|before| before.codec == c.codec);
             match c.codec.support() {
                 Some(Support::Closed) if twice => {
-                    return Err(Error::corrupt(format!("closed codec `{}` twice", c.codec)));
+                    return Err(Error::corrupt(format!(
+                        "closed codec `{}` is listed twice",
+                        c.codec
+                    )));
                 }
                 Some(Support::Closed) => {}
                 Some(_) => {
-                    return Err(Error::corrupt(format!("codec `{}` is not closed", c.codec)));
+                    return Err(Error::corrupt(format!(
+                        "codec `{}` is listed as a closed codec, but is not one",
+                        c.codec
+                    )));
                 }
                 None => {
                     c.codec.require_open()?;
@@ -297,21 +311,24 @@ impl Manifest {
     /// is not too long.
     fn check_parent(&self) -> Result<()> {
         if self.parent.is_some_and(|p| p.depth == 0) {
-            return Err(Error::corrupt("a parent of depth 0"));
+            return Err(Error::corrupt("parent has depth 0"));
         }
         if self.depth() as usize > MAX_CHAIN {
-            let what = format!("a chain of {} checkpoints, {MAX_CHAIN} allowed", self.depth());
+            let what =
+                format!("chain has {} checkpoints, at most {MAX_CHAIN} allowed", self.depth());
             return Err(Error::limit(what));
         }
         if self.depth() > MAX_UPDATES && self.plans.iter().any(|p| p.has_moments()) {
-            let what =
-                format!("values from moments at depth {}, {MAX_UPDATES} allowed", self.depth());
+            let what = format!(
+                "values are predicted from moments at depth {}, at most {MAX_UPDATES} allowed",
+                self.depth()
+            );
             return Err(Error::limit(what));
         }
         let mut others = self.plans.iter().flat_map(|p| &p.inputs).filter_map(|i| i.manifest);
         match others.find(|o| self.parent.is_none_or(|p| p.manifest != *o)) {
             Some(other) => Err(Error::corrupt(format!(
-                "a plan predicts from {other}, which is not the parent"
+                "a plan predicts from checkpoint {other}, which is not the parent"
             ))),
             None => Ok(()),
         }
@@ -330,14 +347,15 @@ impl Manifest {
             ("role groups and scalars", scalars.sum(), MAX_SCALARS),
         ] {
             if count > most {
-                return Err(Error::limit(format!("{count} {what}, {most} allowed")));
+                return Err(Error::limit(format!("{count} {what}, at most {most} allowed")));
             }
         }
         let json =
             serde_json::to_vec(self).map_err(|e| Error::corrupt(format!("manifest: {e}")))?;
         if json.len() as u64 > MAX_MANIFEST {
             let what = format!(
-                "a manifest of {} bytes, {MAX_MANIFEST} allowed: less metadata, fewer roles or a smaller tree are needed",
+                "manifest has {} bytes, at most {MAX_MANIFEST} allowed: use less metadata, fewer roles or a \
+                 smaller tree",
                 json.len()
             );
             return Err(Error::limit(what));
@@ -394,16 +412,16 @@ mod tests {
             Manifest::parse(json.replace(old, new).as_bytes(), 26)
         };
         let e = json("\"k\":\"v\"", "\"k\":\"v\",\"k\":\"w\"").unwrap_err().to_string();
-        assert!(e.contains("`k` twice"), "{e}");
+        assert!(e.contains("duplicate key `k`"), "{e}");
         let e = json("\"lr\":", "\"lr\":1,\"lr\":").unwrap_err().to_string();
-        assert!(e.contains("`lr` twice"), "{e}");
+        assert!(e.contains("duplicate key `lr`"), "{e}");
         let groups = "{},".repeat(MAX_SCALARS);
         let e = json("[{\"lr\"", &format!("[{groups}{{\"lr\"")).unwrap_err().to_string();
-        assert!(e.contains("more entries than are allowed"), "{e}");
+        assert!(e.contains("too many entries"), "{e}");
         let inputs =
             format!("\"inputs\":[{}{{\"tensor\":0}}],\"layout\"", "{\"tensor\":0},".repeat(16));
         let e = json("\"layout\"", &inputs).unwrap_err().to_string();
-        assert!(e.contains("more entries than are allowed"), "{e}");
+        assert!(e.contains("too many entries"), "{e}");
         let mut m = sample();
         m.metadata = (0..=MAX_ENTRIES).map(|i| (i.to_string(), String::new())).collect();
         assert!(matches!(m.to_json(), Err(Error::Limit { .. })));

@@ -62,7 +62,9 @@ pub fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     let [rows, cols] = lens(header);
     let need = HEADER as u64 + 2 * (rows + cols);
     if need > MAX_SIDE as u64 {
-        return Err(Error::limit(format!("offsets of {rows} rows and {cols} columns")));
+        return Err(Error::limit(format!(
+            "offsets of {rows} rows and {cols} columns take {need} bytes, at most {MAX_SIDE} allowed"
+        )));
     }
     // Each offset takes at least one bit. Checking this first keeps a false count from reserving
     // memory.
@@ -74,7 +76,9 @@ pub fn unpack(packed: &[u8]) -> Result<Vec<u8>> {
     let mut bits = Bits { bytes: bits, word: 0, held: 0 };
     for (count, low) in [(rows, *rows_low), (cols, *cols_low)] {
         if low > 15 {
-            return Err(Error::corrupt(format!("packed offsets with {low} low bits")));
+            return Err(Error::corrupt(format!(
+                "packed offsets have {low} low bits, at most 15 allowed"
+            )));
         }
         for _ in 0..count {
             let number = bits.number(low.into()).ok_or_else(short)?;

@@ -242,7 +242,7 @@ impl Plan {
             return Ok(());
         }
         Err(Error::corrupt(format!(
-            "plan of predictor `{}`, residual `{}`, layout `{}`, contexts `{}` and {} inputs",
+            "invalid plan: predictor `{}`, residual `{}`, layout `{}`, contexts `{}` and {} inputs",
             self.predictor,
             self.residual,
             self.layout,
@@ -275,7 +275,7 @@ pub fn check_dependencies<'a>(tensors: usize, inputs: impl Fn(usize) -> &'a [Inp
     let mut depth = vec![0usize; tensors];
     let too_deep = || {
         Error::limit(format!(
-            "inputs of tensors form a cycle or a path longer than {MAX_DEPENDENCY_DEPTH}"
+            "tensor inputs form a cycle or a path longer than {MAX_DEPENDENCY_DEPTH}"
         ))
     };
     // Depths only grow and are bounded, so this ends; along a cycle they grow past the bound.

@@ -50,7 +50,10 @@ impl Side {
     pub fn push(&mut self, kind: SideKind, bytes: Vec<u8>) -> Result<()> {
         self.sections.push((kind.0, bytes));
         if self.encoded_len() > MAX_SIDE {
-            return Err(Error::limit(format!("{} bytes of side data", self.encoded_len())));
+            return Err(Error::limit(format!(
+                "{} bytes of side data, at most {MAX_SIDE} allowed",
+                self.encoded_len()
+            )));
         }
         Ok(())
     }

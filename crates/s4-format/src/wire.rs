@@ -19,7 +19,7 @@ impl<'a> Cursor<'a> {
     pub(crate) fn take(&mut self, len: usize) -> Result<&'a [u8]> {
         let end = self.at.checked_add(len).filter(|&e| e <= self.bytes.len());
         let end = end.ok_or_else(|| {
-            Error::truncated(format!("{len} bytes wanted, {} left", self.bytes.len() - self.at))
+            Error::truncated(format!("{len} bytes expected, {} left", self.bytes.len() - self.at))
                 .at_offset(self.at as u64)
         })?;
         let out = &self.bytes[self.at..end];

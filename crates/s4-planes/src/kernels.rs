@@ -132,7 +132,7 @@ impl Kernels {
         b: &mut [u8],
     ) {
         let n = check_fields(width, src.len(), [e.len(), a.len(), b.len()]);
-        assert_eq!(s.len(), n.div_ceil(8), "plane of signs");
+        assert_eq!(s.len(), n.div_ceil(8), "size of the sign plane");
         self.split_form::<SPREAD>(width, src, s, e, a, b);
     }
 
@@ -151,7 +151,7 @@ impl Kernels {
         dst: &mut [u8],
     ) {
         let n = check_fields(width, dst.len(), [e.len(), a.len(), b.len()]);
-        assert_eq!(s.len(), n.div_ceil(8), "plane of signs");
+        assert_eq!(s.len(), n.div_ceil(8), "size of the sign plane");
         self.merge_form::<SPREAD>(width, s, e, a, b, dst);
     }
 
@@ -212,7 +212,7 @@ impl Kernels {
     /// If the sizes are not both `n * width`.
     pub fn split_bytes(self, width: Width, src: &[u8], dst: &mut [u8]) {
         check_elements(width, src.len());
-        assert_eq!(dst.len(), src.len(), "planes");
+        assert_eq!(dst.len(), src.len(), "size of the planes");
         self.split_bytes_part(width, src, 0, dst);
     }
 
@@ -250,7 +250,7 @@ impl Kernels {
     /// If the sizes are not both `n * width`.
     pub fn merge_bytes(self, width: Width, src: &[u8], dst: &mut [u8]) {
         let n = check_elements(width, dst.len());
-        assert_eq!(src.len(), dst.len(), "planes");
+        assert_eq!(src.len(), dst.len(), "size of the planes");
         match width {
             Width::B1 => dst.copy_from_slice(src),
             Width::B2 => {
@@ -292,8 +292,8 @@ impl Kernels {
         bits: &mut [u8],
     ) -> usize {
         let n = check_elements(width, src.len());
-        assert_eq!(tokens.len(), n, "plane of tokens");
-        assert!(bits.len() >= token_bound(width, n), "room for the bits");
+        assert_eq!(tokens.len(), n, "size of the token plane");
+        assert!(bits.len() >= token_bound(width, n), "buffer is too small for the bits");
         dispatch!((self.simd, ()) {
             "x86_64":
             Avx512, () => x86::split_token(width, src, tokens, bits);
@@ -318,7 +318,7 @@ impl Kernels {
         dst: &mut [u8],
     ) -> Result<()> {
         let n = check_elements(width, dst.len());
-        assert_eq!(tokens.len(), n, "plane of tokens");
+        assert_eq!(tokens.len(), n, "size of the token plane");
         dispatch!((self.simd, ()) {
             "x86_64":
             Avx512, () => x86::merge_token(width, tokens, bits, dst);
@@ -331,7 +331,7 @@ impl Kernels {
     /// # Panics
     /// If the sizes differ.
     pub fn xor(self, buf: &mut [u8], other: &[u8]) {
-        assert_eq!(buf.len(), other.len(), "operands of XOR");
+        assert_eq!(buf.len(), other.len(), "operands of XOR differ in size");
         lanewise::xor(self, buf, other);
     }
 
@@ -423,8 +423,8 @@ impl Kernels {
         values: &[u8],
         out: &mut [u8],
     ) {
-        assert_eq!(out.len(), check_elements(width, values.len()), "classes");
-        assert!(shift < 8, "shift by {shift} bits");
+        assert_eq!(out.len(), check_elements(width, values.len()), "number of classes");
+        assert!(shift < 8, "shift of {shift} bits is out of range");
         lanewise::classes(self, width, top, shift, most, values, out);
     }
 
@@ -434,7 +434,7 @@ impl Kernels {
     /// # Panics
     /// If the sizes differ.
     pub fn replace_classes(self, plane: &[u8], (one, more): (u8, u8), classes: &mut [u8]) {
-        assert_eq!(plane.len(), classes.len(), "classes");
+        assert_eq!(plane.len(), classes.len(), "number of classes");
         lanewise::replace_classes(self, plane, one, more, classes);
     }
 
@@ -446,7 +446,7 @@ impl Kernels {
     /// If the sizes are not multiples of the widths, or the numbers of elements differ.
     pub fn negate_where_positive(self, width: Width, buf: &mut [u8], other: (Width, &[u8])) {
         let n = check_elements(width, buf.len());
-        assert_eq!(check_elements(other.0, other.1.len()), n, "signs");
+        assert_eq!(check_elements(other.0, other.1.len()), n, "number of signs");
         lanewise::negate_where_positive(self, width, buf, other);
     }
 
@@ -455,7 +455,7 @@ impl Kernels {
     /// # Panics
     /// If the numbers of elements of `values` and `out` differ.
     pub fn float_sizes(self, bits: FloatBits, values: &[u8], out: &mut [u16]) {
-        assert_eq!(check_elements(bits.width(), values.len()), out.len(), "sizes");
+        assert_eq!(check_elements(bits.width(), values.len()), out.len(), "number of sizes");
         lanewise::float_sizes(self, bits, values, out);
     }
 
@@ -477,7 +477,7 @@ impl Kernels {
     ) {
         let has_second = !values[2].1.is_empty();
         for (bits, values) in &values[..if has_second { 3 } else { 2 }] {
-            assert_eq!(check_elements(bits.width(), values.len()), out.len(), "classes");
+            assert_eq!(check_elements(bits.width(), values.len()), out.len(), "number of classes");
         }
         lanewise::update_classes(self, values, floor, offset, out);
     }
@@ -504,7 +504,7 @@ impl Kernels {
         let elements = check_elements(values[0].0.width(), out.len());
         let has_second = !values[2].1.is_empty();
         for (bits, values) in &values[..if has_second { 3 } else { 2 }] {
-            assert_eq!(check_elements(bits.width(), values.len()), elements, "weights");
+            assert_eq!(check_elements(bits.width(), values.len()), elements, "number of weights");
         }
         step::stepped(self, factors, values, out);
     }
@@ -514,7 +514,7 @@ impl Kernels {
     /// # Panics
     /// If the numbers of elements of `values` and `out` differ.
     pub fn to_floats(self, bits: FloatBits, values: &[u8], out: &mut [f32]) {
-        assert_eq!(check_elements(bits.width(), values.len()), out.len(), "floats");
+        assert_eq!(check_elements(bits.width(), values.len()), out.len(), "number of floats");
         step::floats(self, bits, values, out);
     }
 
@@ -524,7 +524,11 @@ impl Kernels {
     /// # Panics
     /// If the sizes are not `4 * n` for `src` and `2 * n` for `out`.
     pub fn to_bf16(self, src: &[u8], out: &mut [u8]) {
-        assert_eq!(2 * check_elements(Width::B4, src.len()), out.len(), "rounded values");
+        assert_eq!(
+            2 * check_elements(Width::B4, src.len()),
+            out.len(),
+            "size of the rounded values"
+        );
         lanewise::to_bf16(self, src, out);
     }
 
@@ -533,7 +537,11 @@ impl Kernels {
     /// # Panics
     /// As [`Kernels::to_bf16`].
     pub fn to_fp16(self, src: &[u8], out: &mut [u8]) {
-        assert_eq!(2 * check_elements(Width::B4, src.len()), out.len(), "rounded values");
+        assert_eq!(
+            2 * check_elements(Width::B4, src.len()),
+            out.len(),
+            "size of the rounded values"
+        );
         lanewise::to_fp16(self, src, out);
     }
 
@@ -551,8 +559,8 @@ impl Kernels {
         out: &mut [u8],
     ) {
         let n = check_elements(width, out.len());
-        assert_eq!(cols.len(), 2 * n, "columns");
-        assert!(shift < width.bits(), "shift by {shift} bits");
+        assert_eq!(cols.len(), 2 * n, "size of the columns");
+        assert!(shift < width.bits(), "shift of {shift} bits is out of range");
         lanewise::sums(self, width, lanewise::Sums { base, row, shift }, cols, out);
     }
 
@@ -563,28 +571,31 @@ impl Kernels {
     /// If the sizes differ, or are not whole elements.
     pub fn add_shares(self, width: Width, share: u8, buf: &mut [u8], other: &[u8]) {
         check_elements(width, buf.len());
-        assert_eq!(buf.len(), other.len(), "shares");
+        assert_eq!(buf.len(), other.len(), "operands of shares differ in size");
         lanewise::add_shares(self, width, share, buf, other);
     }
 }
 
 /// The number of elements in `len` bytes.
 fn check_elements(width: Width, len: usize) -> usize {
-    assert_eq!(len % width.bytes(), 0, "whole elements of {} bytes", width.bytes());
+    assert_eq!(len % width.bytes(), 0, "size is not a multiple of {} bytes", width.bytes());
     len / width.bytes()
 }
 
 /// Checks the sizes of the planes `e`, `a` and `b`; returns the number of elements.
 fn check_fields(width: Width, len: usize, planes: [usize; 3]) -> usize {
-    assert!(matches!(width, Width::B2 | Width::B4 | Width::B8), "fields of {width:?}");
+    assert!(
+        matches!(width, Width::B2 | Width::B4 | Width::B8),
+        "values of {width:?} have no fields"
+    );
     let n = check_elements(width, len);
-    assert_eq!(planes, [n, n, n * (width.bytes() - 2)], "planes e, a and b");
+    assert_eq!(planes, [n, n, n * (width.bytes() - 2)], "sizes of planes e, a and b");
     n
 }
 
 fn check_pair(width: Width, buf: &[u8], other: &[u8]) {
     check_elements(width, buf.len());
-    assert_eq!(buf.len(), other.len(), "operands of a difference");
+    assert_eq!(buf.len(), other.len(), "operands of a difference differ in size");
 }
 
 /// `W` planes of `n` bytes, one after the other.

@@ -73,6 +73,8 @@ impl FromStr for Simd {
         [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512]
             .into_iter()
             .find(|x| x.to_string() == s)
-            .ok_or_else(|| format!("unknown instruction set `{s}`: scalar, neon, avx2 or avx512"))
+            .ok_or_else(|| {
+                format!("unknown instruction set `{s}`: use scalar, neon, avx2 or avx512")
+            })
     }
 }

@@ -206,12 +206,12 @@ fn check(table: &[Meaning; 256], tokens: &[u8], bits: &[u8]) -> Result<()> {
         total += u64::from(count);
     }
     if !all_valid {
-        return Err(Error::corrupt("a token that no element has"));
+        return Err(Error::corrupt("invalid token"));
     }
     let expected = total.div_ceil(8);
     let found = bits.len() as u64;
     if found < expected {
-        let what = format!("the tokens need {expected} bytes of bits, there are {found}");
+        let what = format!("the tokens need {expected} bytes of bits, found {found}");
         return Err(Error::truncated(what));
     }
     if found > expected {

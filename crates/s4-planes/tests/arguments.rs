@@ -28,21 +28,21 @@ fn planes_of_other_sizes_are_refused_by_every_layout() {
         refuses("planes e, a and b", || {
             k.merge_fields_crc(w, &e[..11], &a[..10], &b[..20], &mut dst, 0);
         });
-        refuses("plane of signs", || {
+        refuses("size of the sign plane", || {
             k.split_fields_sign(w, &src, &mut s[..1], &mut e[..10], &mut a[..10], &mut b[..20]);
         });
-        refuses("plane of signs", || {
+        refuses("size of the sign plane", || {
             k.merge_fields_sign(w, &s[..3], &e[..10], &a[..10], &b[..20], &mut dst);
         });
         refuses("planes", || k.split_bytes(w, &src, &mut dst[..39]));
         refuses("planes", || k.merge_bytes(w, &src[..36], &mut dst));
-        refuses("plane of tokens", || {
+        refuses("size of the token plane", || {
             k.split_token(w, &src, &mut e[..11], &mut b[..40]);
         });
-        refuses("room for the bits", || {
+        refuses("too small for the bits", || {
             k.split_token(w, &src, &mut e[..10], &mut b[..token_bound(w, 10) - 1]);
         });
-        refuses("plane of tokens", || {
+        refuses("size of the token plane", || {
             let _ = k.merge_token(w, &e[..9], &b[..0], &mut dst);
         });
         // Nothing was written.
@@ -54,10 +54,10 @@ fn planes_of_other_sizes_are_refused_by_every_layout() {
 fn values_that_are_not_whole_and_widths_that_a_layout_lacks_are_refused() {
     let k = Kernels::new(Simd::detect());
     let (mut buf, other) = ([1u8; 30], [2u8; 30]);
-    refuses("whole elements of 4 bytes", || k.to_ordered(Width::B4, &mut buf));
-    refuses("whole elements of 8 bytes", || k.from_ordered(Width::B8, &mut buf));
+    refuses("not a multiple of 4 bytes", || k.to_ordered(Width::B4, &mut buf));
+    refuses("not a multiple of 8 bytes", || k.from_ordered(Width::B8, &mut buf));
     let (mut e, mut a, mut b) = ([0; 30], [0; 30], [0; 30]);
-    refuses("fields of", || k.split_fields(Width::B1, &other[..16], &mut e, &mut a, &mut b));
+    refuses("have no fields", || k.split_fields(Width::B1, &other[..16], &mut e, &mut a, &mut b));
     refuses("operands of XOR", || k.xor(&mut buf, &other[..29]));
     for call in
         [Kernels::sub_ordered, Kernels::add_ordered, Kernels::sub_values, Kernels::add_values]
@@ -69,7 +69,7 @@ fn values_that_are_not_whole_and_widths_that_a_layout_lacks_are_refused() {
     }
     refuses("shares", || k.add_shares(Width::B2, 1, &mut buf, &other[..2]));
     refuses("columns", || k.sums(Width::B2, (0, 0, 0), &other[..28], &mut buf));
-    refuses("shift by 16 bits", || k.sums(Width::B2, (0, 0, 16), &other, &mut buf));
+    refuses("shift of 16 bits", || k.sums(Width::B2, (0, 0, 16), &other, &mut buf));
     refuses("overflows", || {
         token_bound(Width::B8, usize::MAX);
     });

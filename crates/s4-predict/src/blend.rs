@@ -32,7 +32,7 @@ impl Predict for Blend {
         inputs: &[&[u8]],
         out: &mut [u8],
     ) -> Result<Predicted> {
-        let none = || Error::unsupported("a delta without the values of its parent");
+        let none = || Error::unsupported("delta without its parent's values");
         let parent = inputs.first().ok_or_else(none)?;
         Offsets::of(self.id(), tensor)?.predict_range(kernels, first, parent, out)?;
         Ok(Predicted::Written)

@@ -26,13 +26,13 @@ impl Predict for Cast {
         inputs: &[&[u8]],
         out: &mut [u8],
     ) -> Result<Predicted> {
-        let none = || Error::corrupt("a rounded copy has a different number of values");
+        let none = || Error::corrupt("rounded copy and original differ in number of values");
         let wide = inputs.first().filter(|i| i.len() == 2 * out.len() && i.len() % 4 == 0);
         let wide = wide.ok_or_else(none)?;
         match tensor.dtype {
             DType::BFloat16 => kernels.to_bf16(wide, out),
             DType::Float16 => kernels.to_fp16(wide, out),
-            dtype => return Err(Error::corrupt(format!("a rounded copy of dtype {dtype}"))),
+            dtype => return Err(Error::corrupt(format!("rounded copy cannot have dtype {dtype}"))),
         }
         Ok(Predicted::Written)
     }

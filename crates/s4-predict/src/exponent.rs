@@ -55,7 +55,7 @@ impl ContextModel for Exponents {
         let bytes = known.tensor.dtype.value_width();
         let width = Width::from_bytes(bytes)
             .ok_or_else(|| Error::unsupported(format!("values of {bytes} bytes")))?;
-        let none = || Error::corrupt("contexts do not match the input's values");
+        let none = || Error::corrupt("contexts and input differ in number of values");
         let input = known.inputs.first().filter(|i| i.len() == out.len() * bytes);
         let with = (top, shift, CLASSES - 1);
         known.kernels.classes(width, with, input.ok_or_else(none)?, out);
@@ -75,7 +75,7 @@ impl ContextModel for Exponents {
 pub fn parse(side: &[u8]) -> Result<(u8, u32)> {
     match side {
         [top, shift @ 0..8, 0, 0, 0, 0, 0, 0] => Ok((*top, u32::from(*shift))),
-        _ => Err(Error::corrupt("side data of contexts")),
+        _ => Err(Error::corrupt("invalid side data of contexts `exponent`")),
     }
 }
 

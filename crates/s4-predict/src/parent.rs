@@ -30,9 +30,9 @@ impl Predict for Parent {
             Some(parent) if parent.len() == out.len() => Ok(Predicted::Input(0)),
             Some(parent) => {
                 let (own, others) = (out.len(), parent.len());
-                Err(Error::corrupt(format!("the parent has {others} bytes instead of {own}")))
+                Err(Error::corrupt(format!("parent has {others} bytes, expected {own}")))
             }
-            None => Err(Error::unsupported("a delta without the values of its parent")),
+            None => Err(Error::unsupported("delta without its parent's values")),
         }
     }
 

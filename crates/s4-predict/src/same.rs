@@ -29,7 +29,7 @@ impl Predict for Same {
     ) -> Result<Predicted> {
         match inputs.first() {
             Some(equal) if equal.len() == out.len() => Ok(Predicted::Input(0)),
-            _ => Err(Error::corrupt("an equal tensor has a different number of values")),
+            _ => Err(Error::corrupt("copy and original differ in number of values")),
         }
     }
 

@@ -37,7 +37,7 @@ impl Step {
     /// # Errors
     /// `Corrupt` if `side` is not the side data of this predictor.
     pub fn parse(side: &[u8]) -> Result<Self> {
-        let none = || Error::corrupt("side data of predictor `step`");
+        let none = || Error::corrupt("invalid side data of predictor `step`");
         let (numbers, rest) = side.as_chunks::<4>();
         let &[keep, rate, epsilon, [first, second, 0, 0]] = numbers else { return Err(none()) };
         let [keep, rate, epsilon] = [keep, rate, epsilon].map(f32::from_le_bytes);
@@ -73,7 +73,9 @@ impl Step {
         // Without a second moment, any type will do.
         let bits = [dtype, self.first, self.second.unwrap_or(self.first)].map(float_bits);
         let [Some(w), Some(m), Some(v)] = bits else {
-            return Err(Error::corrupt(format!("predictor `step` of dtype {dtype}")));
+            return Err(Error::corrupt(format!(
+                "predictor `step` does not support dtype {dtype} or the dtypes of its moments"
+            )));
         };
         let values = [(w, values[0]), (m, values[1]), (v, values[2])];
         let count = out.len() / w.width().bytes();
@@ -81,7 +83,7 @@ impl Step {
         let mut all = values.iter().zip(counts);
         let fits = all.all(|((bits, values), count)| values.len() == count * bits.width().bytes());
         if !fits || !out.len().is_multiple_of(w.width().bytes()) {
-            return Err(Error::corrupt("a step from inputs with other numbers of values"));
+            return Err(Error::corrupt("inputs of predictor `step` differ in number of values"));
         }
         kernels.optimizer_step(self.factors, values, out);
         Ok(())
@@ -109,7 +111,7 @@ impl Predict for Steps {
         let values = match (inputs, step.second) {
             (&[weights, first], None) => [weights, first, &[]],
             (&[weights, first, second], Some(_)) => [weights, first, second],
-            _ => return Err(Error::corrupt("predictor `step` without its moments")),
+            _ => return Err(Error::corrupt("wrong number of inputs for predictor `step`")),
         };
         step.predict(kernels, tensor.dtype, values, out)?;
         Ok(Predicted::Written)

@@ -70,7 +70,7 @@ pub fn float_bits(dtype: DType) -> Option<FloatBits> {
 }
 
 fn bits(dtype: DType) -> Result<FloatBits> {
-    let what = || Error::corrupt(format!("contexts `update` of dtype {dtype}"));
+    let what = || Error::corrupt(format!("contexts `update` do not support dtype {dtype}"));
     float_bits(dtype).ok_or_else(what)
 }
 
@@ -80,7 +80,7 @@ impl Update {
     /// # Errors
     /// `Corrupt` if `side` is not the side data of these contexts.
     pub fn parse(side: &[u8]) -> Result<Self> {
-        let none = || Error::corrupt("side data of contexts `update`");
+        let none = || Error::corrupt("invalid side data of contexts `update`");
         let &[a, b, c, d, first, second, 0, 0] = side else { return Err(none()) };
         let (first, second) = moments_of([first, second]).ok_or_else(none)?;
         let (floor, offset) = (i16::from_le_bytes([a, b]), i16::from_le_bytes([c, d]));
@@ -118,7 +118,7 @@ impl Update {
         let counts = [out.len(), out.len(), if self.second.is_some() { out.len() } else { 0 }];
         let mut all = values.iter().zip(counts);
         if !all.all(|((bits, values), count)| values.len() == count * bits.width().bytes()) {
-            return Err(Error::corrupt("contexts do not match the inputs' values"));
+            return Err(Error::corrupt("contexts and inputs differ in number of values"));
         }
         kernels.update_classes(values, (self.floor, self.offset), out);
         Ok(())
@@ -137,7 +137,7 @@ impl Update {
     ) -> Result<()> {
         let other = bits(self.first)?.width();
         if differences.len() / width.bytes() != first.len() / other.bytes() {
-            return Err(Error::corrupt("differences do not match the inputs' values"));
+            return Err(Error::corrupt("differences and inputs differ in number of values"));
         }
         kernels.negate_where_positive(width, differences, (other, first));
         Ok(())
@@ -154,7 +154,7 @@ impl ContextModel for Updates {
         let values = match (known.inputs, update.second) {
             (&[weights, first], None) => [weights, first, &[]],
             (&[weights, first, second], Some(_)) => [weights, first, second],
-            _ => return Err(Error::corrupt("contexts `update` without their moments")),
+            _ => return Err(Error::corrupt("wrong number of inputs for contexts `update`")),
         };
         update.classes(known.kernels, known.tensor.dtype, values, out)
     }

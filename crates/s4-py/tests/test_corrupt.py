@@ -232,7 +232,7 @@ def test_the_native_module_checks_what_it_is_given(path: Path) -> None:
         writer.abort()
     writer = _core.Writer(str(path), None, None, "fast", None, {})
     writer.write([("t", "float32", (6,), address, 24)], b"", None)
-    with pytest.raises(ValueError, match="taken"):
+    with pytest.raises(ValueError, match="already in use"):
         writer.write([("t", "float32", (6,), address, 24)], b"", None)
     with pytest.raises(RuntimeError, match="failed"):
         writer.finish(None, {}, {})

@@ -319,7 +319,7 @@ def test_what_is_damaged_on_the_way_touches_nothing(
             return index, objects
 
         monkeypatch.setattr(server, "_stored", damaged)
-        with pytest.raises(s4weights.CorruptDataError, match="not what the index names"):
+        with pytest.raises(s4weights.CorruptDataError, match="does not match the index"):
             subscriber.apply_delta()
         assert same(before, sampler) and subscriber.step == 0
         monkeypatch.setattr(server, "_kept", None)

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::io::Io;
 use crate::layout::Layout;
 
-/// Why there is no `repo.json`: [`Error::NoStore`] only if listings show that there is nothing;
+/// The error for a missing `repo.json`: [`Error::NoStore`] only if listings show that there is nothing;
 /// [`Error::StoreExists`] if somebody has created a store in the meantime.
 pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str) -> Error {
     match look(io, layout).await {
@@ -16,8 +16,8 @@ pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str) -> Error {
         Ok(Some(there)) => Error::corrupt(
             layout.repo(),
             format!(
-                "it is missing, but `{there}` is there: this was a store; put `repo.json` back from a \
-                 copy, or move the rest away"
+                "it is missing, but `{there}` exists, so this was a store: restore `repo.json` from a copy, or \
+                 move the rest away"
             ),
         ),
         // The key itself can be missing in a place that exists; a listing needs only the place.

@@ -65,7 +65,7 @@ impl About {
     /// As [`About::check`], for an entry that also holds the counts of the ranks that stored it.
     fn check_beside(&self, parts: &Parts) -> Result<()> {
         if let Some((name, value)) = self.metrics.iter().find(|(_, v)| !v.is_finite()) {
-            let what = format!("metric `{name}` is {value}: not a finite number");
+            let what = format!("metric `{name}` is not a finite number: {value}");
             return Err(Error::Argument(what));
         }
         let bytes = json_len(&(&self.metrics, &self.tags))?;
@@ -73,8 +73,7 @@ impl About {
         let room = (MAX_ENTRY as usize).saturating_sub(ENTRY_FRAME + ranks);
         if bytes > room {
             let what = format!(
-                "metrics and tags of {bytes} bytes (a log entry has room for {room}): fewer or shorter \
-                 ones are needed"
+                "metrics and tags take {bytes} bytes, but a log entry has room for {room}: use fewer or shorter ones"
             );
             return Err(Error::Limit(what));
         }
@@ -95,13 +94,13 @@ pub struct Attempt {
     id: CheckpointId,
     /// The number in the key of its object 0: each rank's objects have their own range of numbers.
     first: u32,
-    /// How many objects it may have.
+    /// The most objects it may have.
     most: u32,
     /// Whether nobody else stores objects of it, so that all are deleted if it fails.
     alone: bool,
     uploads: JoinSet<Result<(u32, ObjectInfo)>>,
     objects: Vec<Option<ObjectInfo>>,
-    /// How many of them each rank stored.
+    /// The number of them that each rank stored.
     parts: Parts,
     /// Object numbers that are taken.
     taken: BTreeSet<u32>,
@@ -139,8 +138,12 @@ impl Store {
     /// [`Error::Limit`] for a rank beyond [`MAX_RANKS`](crate::MAX_RANKS); [`Error::Conflict`] if, as far as this
     /// process knows, the checkpoint was listed already; [`Error::Gone`] if the store was removed.
     pub async fn join(&self, id: CheckpointId, rank: u32) -> Result<Attempt> {
-        let first = Parts::first_of(rank)
-            .ok_or_else(|| Error::Limit(format!("rank {rank} of a distributed checkpoint")))?;
+        let first = Parts::first_of(rank).ok_or_else(|| {
+            Error::Limit(format!(
+                "rank {rank} is too large: at most {} ranks allowed",
+                crate::MAX_RANKS
+            ))
+        })?;
         self.inner.check_writable().await?;
         self.inner.check_there().await?;
         self.inner.check_never_listed(id).await?;
@@ -230,18 +233,23 @@ impl Attempt {
     ) -> Result<()> {
         let len = bytes.content_length();
         if len > MAX_OBJECT {
-            return Err(Error::Limit(format!("an object of {len} bytes, {MAX_OBJECT} at most")));
+            return Err(Error::Limit(format!(
+                "object has {len} bytes, at most {MAX_OBJECT} allowed"
+            )));
         }
         if self.most == 0 {
-            let what = format!("checkpoint {}: nothing can be added to gathered parts", self.id);
+            let what = format!(
+                "checkpoint {}: cannot add an object after its parts were gathered",
+                self.id
+            );
             return Err(Error::Argument(what));
         }
         if n >= self.most {
             let whose = if self.alone { "a checkpoint" } else { "one rank" };
-            return Err(Error::Limit(format!("more than {} objects of {whose}", self.most)));
+            return Err(Error::Limit(format!("more than {} objects for {whose}", self.most)));
         }
         if !self.taken.insert(n) {
-            return Err(Error::Argument(format!("object number {n} is taken")));
+            return Err(Error::Argument(format!("object number {n} is already in use")));
         }
         while let Some(done) = self.uploads.try_join_next() {
             self.note(done)?;
@@ -305,7 +313,10 @@ impl Attempt {
                 if self.alone && !matches!(error, Error::Deadline { .. }) {
                     let left = self.abort().await.err();
                     if let Some(e) = left {
-                        tracing::debug!(error = %e, "a sweep will delete what was uploaded");
+                        tracing::debug!(
+                            error = %e,
+                            "could not abort the attempt: a sweep will delete the uploaded objects"
+                        );
                     }
                 }
                 Err(error)
@@ -365,7 +376,10 @@ impl Attempt {
         }
         let objects: Option<Vec<_>> = std::mem::take(&mut self.objects).into_iter().collect();
         objects.ok_or_else(|| {
-            Error::Argument(format!("an object of checkpoint {} is missing or failed", self.id))
+            Error::Argument(format!(
+                "an object of checkpoint {} is missing or was not uploaded",
+                self.id
+            ))
         })
     }
 
@@ -481,7 +495,7 @@ impl Inner {
             match size? {
                 size if size == len => {}
                 size => {
-                    let what = format!("{size} bytes are stored, {len} were uploaded");
+                    let what = format!("object has {size} bytes, but {len} bytes were uploaded");
                     return Err(Error::corrupt(key, what));
                 }
             }
@@ -510,7 +524,7 @@ impl Inner {
         if publish.objects > MAX_NUMBER {
             return Err(Error::corrupt(
                 folder,
-                format!("{} objects are too many", publish.objects),
+                format!("{} objects, at most {MAX_NUMBER} allowed", publish.objects),
             ));
         }
         let parts = || publish.numbers().map(Part::Data).chain([Part::Manifest]);

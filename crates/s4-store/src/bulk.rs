@@ -41,7 +41,7 @@ impl Io {
                     Ok(gone) => {
                         left.remove(&gone);
                     }
-                    Err(error) => tracing::debug!(%error, "a deletion among many failed"),
+                    Err(error) => tracing::debug!(%error, "one deletion of a batch failed"),
                 }
             }
         }

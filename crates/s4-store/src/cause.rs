@@ -1,4 +1,4 @@
-//! Why requests fail, and what to do about it.
+//! Causes of failed requests, with advice.
 
 use std::{fmt, io};
 
@@ -6,7 +6,7 @@ use object_store::Error as StoreError;
 
 use crate::failure::Answer;
 
-/// Why a request to an object store or a file system failed.
+/// The cause of a failed request to an object store or a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Cause {
@@ -145,8 +145,8 @@ impl Cause {
             Self::Refused => "connection refused",
             Self::Unreachable => "server unreachable",
             Self::Dns => "unknown host name",
-            Self::Tls => "no trusted TLS connection",
-            Self::Timeout => "no answer in time",
+            Self::Tls => "TLS connection failed",
+            Self::Timeout => "request timed out",
             Self::Reset => "connection lost",
             Self::Permission => "permission denied",
             Self::NoCredentials => "no credentials",
@@ -164,7 +164,7 @@ impl Cause {
             Self::IsADirectory => "is a directory",
             Self::NameTooLong => "name too long",
             Self::TooLarge => "too large",
-            Self::Replaced => "another store is there",
+            Self::Replaced => "another store is in its place",
             Self::Other => "failed",
         }
     }
@@ -175,15 +175,15 @@ impl Cause {
         Some(match self {
             Self::Refused => "start the server, or check the endpoint and its port",
             Self::Unreachable => "check the network and the endpoint",
-            Self::Dns => "check the endpoint's host name, and the network",
+            Self::Dns => "check the endpoint's host name and the network",
             Self::Tls => {
                 "check the endpoint, or give the server's CA certificate with the storage option \
                  `verify`"
             }
-            Self::Timeout => "check the server and the network, or allow more time",
+            Self::Timeout => "check the server and the network, or increase the timeout",
             Self::Reset => "check the network and the server's log",
             Self::Permission => {
-                "check the credentials and what they may do there, or the permissions of the folder"
+                "check the credentials and their permissions, or the permissions of the folder"
             }
             Self::NoCredentials => {
                 "set credentials in storage options, the environment or a profile, or `anon` for a \
@@ -191,12 +191,12 @@ impl Cause {
             }
             Self::NoSuchBucket => "create the bucket, or check its name and the endpoint",
             Self::Region => "set the storage option `region` to the bucket's region",
-            Self::Throttled => "use fewer requests at once, or wait",
-            Self::DiskFull => "free space, or choose another place",
-            Self::ReadOnly => "mount it for writing, or choose another place",
+            Self::Throttled => "use fewer concurrent requests, or wait",
+            Self::DiskFull => "free some space, or choose another location",
+            Self::ReadOnly => "mount it for writing, or choose another location",
             Self::NotADirectory | Self::IsADirectory => "check the path",
             Self::NameTooLong => "choose a shorter name",
-            Self::Replaced => "open it anew to use the one that is there",
+            Self::Replaced => "reopen it to use the store that is there now",
             Self::NotFound
             | Self::Server
             | Self::Rejected

@@ -16,7 +16,7 @@ use crate::state::{Checkpoint, State};
 use crate::store::{Inner, Store};
 use crate::view;
 
-/// How thorough a check is.
+/// Options of a check.
 #[derive(Debug, Clone, Default)]
 pub struct CheckOptions {
     /// Read every data object and compare its hash. Without this only manifests are read, and the
@@ -64,7 +64,7 @@ pub enum Verdict {
 pub struct Finding {
     /// The checkpoint that is damaged, if it is one.
     pub checkpoint: Option<CheckpointId>,
-    /// What is wrong, and where.
+    /// The problem, with its place.
     pub error: Error,
 }
 
@@ -86,7 +86,7 @@ pub struct CheckReport {
     pub objects: u64,
     /// Bytes that were read and hashed.
     pub bytes_read: u64,
-    /// If the log is damaged: what a repair would do, and what is lost.
+    /// If the log is damaged: the work of a repair, and the losses.
     pub repair: Option<RepairReport>,
     /// Attempts and retired checkpoints that still have objects, and their bytes.
     pub unlisted: BTreeMap<CheckpointId, u64>,
@@ -97,7 +97,7 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    /// Whether nothing is wrong.
+    /// Whether no problem was found.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.findings.is_empty() && self.unusable.is_empty()
@@ -255,9 +255,10 @@ impl Store {
         let key = self.inner.layout.part(reading.id(), Part::Data(n));
         let error = match self.inner.io.head(&key).await {
             Ok(meta) if meta.size == len => return,
-            Ok(meta) => {
-                Error::corrupt(key, format!("{} bytes, the manifest says {len}", meta.size))
-            }
+            Ok(meta) => Error::corrupt(
+                key,
+                format!("object has {} bytes, but the manifest says {len}", meta.size),
+            ),
             Err(e) => e,
         };
         report.found(Some(reading.id()), error);
@@ -321,8 +322,7 @@ impl Inner {
             Seen::Entry(..) => Err(Error::Gone {
                 place: self.name.clone(),
                 what: format!(
-                    "log entry {head} is not the one that was read before: it was repaired or \
-                     overwritten; open the store again"
+                    "log entry {head} has changed since it was read: it was repaired or overwritten; reopen the store"
                 ),
                 replaced: false,
             }),

@@ -25,18 +25,18 @@ use crate::replay::Known;
 use crate::state::State;
 use crate::store::Inner;
 
-/// How many of its newest entries a process remembers, to commit them again if they are lost.
+/// Number of its newest entries that a process remembers, to commit them again if they are lost.
 const REMEMBERED: usize = 16;
 /// Other writers count as active for this long after an entry of theirs was seen.
 const NEAR: Duration = Duration::from_secs(60);
 /// Time limits for other writers to put the log in order: before and after a commit.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(60));
-/// How many entries before the newest are read again: if no other writers are active, and if some
+/// Number of entries before the newest that are read again: if no other writers are active, and if some
 /// are.
 const BEFORE: (u64, u64) = (1, 4);
-/// How many entries after one that does not fit are read, to find out what should be there.
+/// Number of entries after one that does not fit that are read, to find out what should be there.
 const AFTER: u64 = 8;
-/// How many entries' bytes are kept.
+/// Number of entries whose bytes are kept.
 const KEPT: usize = 64;
 /// The least and the most time to wait for a late write of another writer.
 const SETTLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
@@ -50,7 +50,7 @@ pub(crate) struct OwnCommits {
     /// An entry whose write may still land late, on a server that would let it overwrite a newer object. It is
     /// written again before any other entry, so that a late write changes nothing.
     pub(crate) open: Option<Entry>,
-    /// When a new entry of another writer was last seen.
+    /// The time at which a new entry of another writer was last seen.
     others: Option<Instant>,
     /// Whether the state was loaded again because the log had changed.
     pub(crate) reread: bool,
@@ -88,8 +88,8 @@ impl OwnCommits {
         if owed {
             tracing::error!(
                 entry = entry.n, what = ?entry.op.published(),
-                "another writer had overwritten a log entry that was acknowledged, which this server \
-                 must not allow: it was written again. Use one writer at a time there"
+                "another writer had overwritten an acknowledged log entry, which the server must not allow; the \
+                 change was committed again. Use one writer at a time with this server"
             );
             self.owed.pop_front();
         }
@@ -220,8 +220,8 @@ impl Inner {
         }
         tracing::error!(
             store = %self.name, entry = n,
-            "another writer overwrote a log entry, which this server must not allow: putting it back. Use \
-             one writer at a time there"
+            "another writer overwrote a log entry, which the server must not allow; restoring the entry. Use one \
+             writer at a time with this server"
         );
         self.io.put(&key, bytes).await?;
         Ok(Some(entry))
@@ -233,7 +233,7 @@ impl Inner {
         self.check_repo().await?;
         tracing::error!(
             store = %self.name, entry = known.state.head(),
-            "the log has changed: its server let a writer overwrite an entry"
+            "the log has changed: the server let a writer overwrite an entry"
         );
         // From the first entry: the stored view may end with the lost entry.
         let state = self.replay_in_order().await?;
@@ -360,24 +360,24 @@ impl Inner {
         loop {
             let cause = match self.look_back(entry).await {
                 Ok(Look::Slot(slot)) => return Ok(self.warn_if_taken(entry, slot)),
-                Ok(Look::Overtook) => "the next entry follows another one".to_owned(),
+                Ok(Look::Overtook) => "the next entry does not follow this one".to_owned(),
                 Ok(Look::Unlinked) => match self.put_back(entry.n - 1, entry.prev).await {
                     Ok(put) => {
                         failed += u32::from(put.is_none());
-                        "the entry before it is another writer's".to_owned()
+                        "the previous entry is another writer's".to_owned()
                     }
                     Err(e) => {
                         failed += 1;
-                        format!("putting back the entry before it: {e}")
+                        format!("could not restore the previous entry: {e}")
                     }
                 },
                 Ok(Look::Nothing) => {
                     failed += 1;
-                    "it was acknowledged, but is not there".to_owned()
+                    "it was acknowledged, but is missing".to_owned()
                 }
                 Err(e) => {
                     failed += 1;
-                    format!("reading it back: {e}")
+                    format!("could not read it back: {e}")
                 }
             };
             let pause = retry.pause(failed, entry.write_id.spread()).max(SETTLE.0 / 4);
@@ -392,8 +392,8 @@ impl Inner {
         if !matches!(slot, Slot::Ours) {
             tracing::error!(
                 store = %self.name, entry = entry.n,
-                "the server reported creating a log entry, but another writer's is there: it is \
-                 not safe for several writers. Nothing was lost, but use one writer at a time"
+                "the server reported that it created a log entry, but found another writer's in its place: the \
+                 server is not safe for several writers. Nothing was lost, but use one writer at a time"
             );
         }
         slot

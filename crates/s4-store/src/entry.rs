@@ -32,7 +32,7 @@ pub struct Entry {
     pub write_id: WriteId,
     /// The writer's clock in milliseconds since 1970: for people, never for decisions.
     pub at_ms: i64,
-    /// What it does.
+    /// The operation.
     pub op: Op,
 }
 
@@ -48,7 +48,7 @@ pub enum Op {
     Retire {
         /// The checkpoints, each delta before its parent.
         ids: Vec<CheckpointId>,
-        /// Why, for people.
+        /// The reason, for people.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         reason: String,
     },
@@ -95,7 +95,7 @@ pub struct Publish {
     /// Its parent; absent for a base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Reference>,
-    /// How many checkpoints its writer had made since the base, this one included; 0 for a base.
+    /// Number of checkpoints that its writer had made since the base, this one included; 0 for a base.
     /// Writers choose parents by it ([`crate::About::since_base`]); no rule of the log looks at it.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub since_base: u32,
@@ -111,7 +111,7 @@ pub struct Publish {
     pub manifest_len: u64,
     /// Number of data objects.
     pub objects: u32,
-    /// How many of them each rank stored.
+    /// The number of them that each rank stored.
     #[serde(default, skip_serializing_if = "Parts::is_empty")]
     pub parts: Parts,
     /// Bytes of all data objects.
@@ -138,9 +138,9 @@ pub struct Reference {
 }
 
 impl Publish {
-    /// What is wrong with a record that was read, if anything.
+    /// The problem of a record that was read, if there is one.
     fn problem(&self) -> Option<String> {
-        let differ = || "the objects of its ranks do not add up".to_owned();
+        let differ = || "the object counts of its ranks do not add up to the total".to_owned();
         let sum = self.parts.add_up_to(u64::from(self.objects));
         self.parts.problem().or_else(|| (!sum).then(differ))
     }
@@ -195,8 +195,7 @@ impl Entry {
         let bytes = seal::seal(key, self)?;
         if bytes.len() as u64 > MAX_ENTRY {
             return Err(Error::Limit(format!(
-                "a log entry of {} bytes ({MAX_ENTRY} are allowed): fewer or shorter metrics and \
-                 tags are needed",
+                "log entry has {} bytes, at most {MAX_ENTRY} allowed: use fewer or shorter metrics and tags",
                 bytes.len()
             )));
         }
@@ -214,7 +213,9 @@ impl Entry {
             let version = value.get("v").unwrap_or(&Value::Null);
             return Err(Error::Unsupported {
                 key: key.to_owned(),
-                what: format!("a log entry of version {version}; this library reads 1 to {NEWEST}"),
+                what: format!(
+                    "log entry has version {version}, but this library reads versions 1 to {NEWEST}"
+                ),
             });
         }
         let entry: Self = seal::parse(key, body)?;
@@ -225,7 +226,7 @@ impl Entry {
             return Err(Error::corrupt(key, what));
         }
         if entry.n != n {
-            return Err(Error::corrupt(key, format!("it says that it is entry {}", entry.n)));
+            return Err(Error::corrupt(key, format!("it claims to be entry {}", entry.n)));
         }
         Ok(entry)
     }
@@ -277,7 +278,10 @@ mod tests {
         ] {
             assert!(body.contains(once));
             let e = Entry::parse("k", 1, &sealed(&body.replace(once, twice))).unwrap_err();
-            assert!(matches!(&e, Error::Corrupt { .. }) && e.to_string().contains("twice"), "{e}");
+            assert!(
+                matches!(&e, Error::Corrupt { .. }) && e.to_string().contains("duplicate key"),
+                "{e}"
+            );
         }
     }
 

@@ -14,7 +14,7 @@ use crate::redact::redact_text;
 /// The outcome of a store's operation.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What went wrong, and where.
+/// An error of the store, with its place.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -28,7 +28,7 @@ pub enum Error {
         place: String,
     },
     /// The bucket or container does not exist: look for a typo, or create it.
-    #[error("{place}: there is no such bucket or container")]
+    #[error("{place}: no such bucket or container")]
     NoBucket {
         /// The URL.
         place: String,
@@ -44,28 +44,27 @@ pub enum Error {
     Refused(String),
     /// Too many answers were lost to find out what the place can do: try again later.
     #[error(
-        "could not find out within {limit:?} whether several writers are safe at {place}: {last}; \
-         nothing was changed, try again when the place answers reliably"
+        "could not determine within {limit:?} whether several writers are safe at {place}: {last}; nothing was \
+         changed, try again when the server responds reliably"
     )]
     ProbeDisturbed {
-        /// Where it was tried.
+        /// The URL or folder.
         place: String,
         /// The deadline.
         limit: Duration,
-        /// What disturbed the last trial.
+        /// The disturbance of the last trial.
         last: String,
     },
     /// Another process holds the lease of a store that allows one writer at a time.
     #[error(
-        "{place} allows one writer at a time, and that is {holder}{}: wait until \
-         it ends, or stop it; if it is certainly no longer running, \
-         `s4w store break-lease` removes its lease",
+        "{place} allows one writer at a time and is in use by {holder}{}: wait for it to end, or stop it; if it \
+         is certainly no longer running, remove its lease with `s4w store break-lease`",
         if *.renewed { ", which renews its lease" } else { "" }
     )]
     Locked {
         /// The URL or folder.
         place: String,
-        /// Who holds it.
+        /// Its holder.
         holder: Box<Holder>,
         /// Whether the lease was seen to be renewed: then that process is alive.
         renewed: bool,
@@ -73,27 +72,25 @@ pub enum Error {
     /// This process lost the lease of a store that allows one writer at a time; nothing was changed.
     /// The next attempt asks for the lease again.
     #[error(
-        "{place} allows one writer at a time, and this process is no longer that writer: {}; \
-         nothing was written. Its lease expired because it slept or had no network, or somebody \
-         removed it",
+        "{place} allows one writer at a time, and this process has lost its lease ({}); nothing was written. The \
+         lease expired because the process was suspended or had no network, or somebody removed it",
         lost_to(.holder.as_deref())
     )]
     LeaseLost {
         /// The URL or folder.
         place: String,
-        /// Who holds it now, if anybody does.
+        /// Its present holder, if there is one.
         holder: Option<Box<Holder>>,
     },
     /// Something that this process knows to be in the store is gone; nothing was listed.
     #[error(
-        "{place} has changed unexpectedly: {what}; no checkpoint was saved or deleted. Was the folder removed, its \
-         file system unmounted, or the bucket emptied? Bring it back, or create a new store \
-         elsewhere"
+        "{place} has changed unexpectedly: {what}; no checkpoint was saved or deleted. Was the folder removed, \
+         its file system unmounted, or the bucket emptied? Restore it, or create a new store elsewhere"
     )]
     Gone {
         /// The URL or folder.
         place: String,
-        /// What is missing.
+        /// The missing part.
         what: String,
         /// Whether another store is in its place: opened anew, that one can be used.
         replaced: bool,
@@ -101,15 +98,15 @@ pub enum Error {
     /// A checkpoint that was acknowledged is not in the log any more, because its server let another
     /// writer overwrite the entry, and it could not be listed again.
     #[error(
-        "{place}: checkpoint {id}, acknowledged earlier, was lost: another writer overwrote its log \
-         entry, which this server must not allow ({why}); save it again, and use one writer at a time"
+        "{place}: acknowledged checkpoint {id} was lost: another writer overwrote its log entry, which the \
+         server must not allow ({why}); save it again, and use one writer at a time"
     )]
     SaveLost {
         /// The URL or folder.
         place: String,
         /// The checkpoint.
         id: CheckpointId,
-        /// Why it could not be listed again.
+        /// The reason that it could not be listed again.
         why: String,
     },
     /// A newer version of the library is needed.
@@ -117,7 +114,7 @@ pub enum Error {
     Unsupported {
         /// The object.
         key: String,
-        /// What this version does not know.
+        /// The unsupported feature.
         what: String,
     },
     /// The store does not list this checkpoint.
@@ -135,8 +132,9 @@ pub enum Error {
     /// The log has an entry that cannot be relied on. Nothing is written to such a store;
     /// [`crate::Store::open_read_only`] lists what can be proved, [`crate::Store::repair`] repairs it.
     #[error(
-        "the log is damaged: {damage}. Nothing is written to {place} until `s4w store repair` has \
-         mended it (it says first what that loses); opened read-only, the store lists what still restores"
+        "the log is damaged: {damage}. Nothing can be written to {place} until it is repaired with `s4w store \
+         repair`, which first shows what a repair would lose; opened read-only, the store lists the checkpoints \
+         that can still be restored"
     )]
     LogDamaged {
         /// The URL or folder.
@@ -145,7 +143,7 @@ pub enum Error {
         damage: LogDamage,
     },
     /// The store was opened read-only.
-    #[error("nothing is written to {place}: it was opened read-only")]
+    #[error("cannot write to {place}: it was opened read-only")]
     ReadOnly {
         /// The URL or folder.
         place: String,
@@ -155,7 +153,7 @@ pub enum Error {
     Corrupt {
         /// The object.
         key: String,
-        /// What is wrong with it.
+        /// The problem.
         what: String,
     },
     /// An object that the store needs is not there.
@@ -163,7 +161,7 @@ pub enum Error {
     Missing {
         /// The object.
         key: String,
-        /// Why it should exist: empty, or text that starts with `: `.
+        /// The reason that it should exist: empty, or text that starts with `: `.
         context: String,
     },
     /// A limit of the format would be exceeded.
@@ -176,7 +174,7 @@ pub enum Error {
         action: &'static str,
         /// The object.
         key: String,
-        /// Why, and what to do next.
+        /// The cause, with advice.
         source: Failure,
     },
     /// No try succeeded before the deadline.
@@ -201,7 +199,7 @@ pub enum Error {
         action: &'static str,
         /// The file or folder.
         path: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
 }
@@ -254,7 +252,7 @@ impl Error {
         }
     }
 
-    /// Why a request failed, if one did; [`Cause::Replaced`] if another store is there.
+    /// The cause of the failed request, if one failed; [`Cause::Replaced`] if another store is there.
     #[must_use]
     pub fn cause(&self) -> Option<Cause> {
         match self {
@@ -294,13 +292,13 @@ impl Error {
     }
 }
 
-/// What to do next, to be appended to the system's own message.
+/// Advice to append to the system's own message.
 fn advice(error: &std::io::Error) -> String {
     Cause::of_io(error).advice().map(|advice| format!("; {advice}")).unwrap_or_default()
 }
 
 fn lost_to(holder: Option<&Holder>) -> String {
-    holder.map_or("its lease is gone".to_owned(), |holder| format!("now it is {holder}"))
+    holder.map_or("the lease is gone".to_owned(), |holder| format!("it is now held by {holder}"))
 }
 
 /// Something that is wrong with the log.
@@ -320,11 +318,13 @@ pub enum LogDamage {
     Unreadable {
         /// The entry.
         entry: u64,
-        /// What is wrong with it.
+        /// The problem.
         what: String,
     },
     /// An entry names a predecessor other than the one that is stored now.
-    #[error("entry {entry} does not follow the entry before it: one of the two is not this log's")]
+    #[error(
+        "entry {entry} does not follow the entry before it: one of the two does not belong to this log"
+    )]
     Unlinked {
         /// The later of the two entries.
         entry: u64,
@@ -345,18 +345,18 @@ impl LogDamage {
 
 fn missing_entries(first: u64, last: u64) -> String {
     match first == last {
-        true => format!("entry {first} is missing, though there were later ones"),
-        false => format!("entries {first} to {last} are missing, though there were later ones"),
+        true => format!("entry {first} is missing, although there were later ones"),
+        false => format!("entries {first} to {last} are missing, although there were later ones"),
     }
 }
 
-/// Why the log's rules forbid a change. A log entry that breaks a rule has no effect, whoever wrote
+/// The reason that the log's rules forbid a change. A log entry that breaks a rule has no effect, whoever wrote
 /// it, so conflicts are decided by replaying the log alone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Conflict {
     /// The checkpoint that a delta was made against is not listed any more.
-    #[error("{child} needs checkpoint {parent}, which is {state}")]
+    #[error("checkpoint {child} needs checkpoint {parent}, which is {state}")]
     ParentGone {
         /// The checkpoint that was to be published.
         child: CheckpointId,
@@ -366,7 +366,9 @@ pub enum Conflict {
         state: &'static str,
     },
     /// The parent's manifest is not the one that the delta was made against.
-    #[error("{child} was made against manifest {wanted} of {parent}, the log has {found}")]
+    #[error(
+        "checkpoint {child} was saved against manifest {wanted} of {parent}, but the log has {found}"
+    )]
     ParentDiffers {
         /// The checkpoint that was to be published.
         child: CheckpointId,
@@ -404,29 +406,29 @@ pub enum Conflict {
     NotRetired {
         /// The checkpoint.
         id: CheckpointId,
-        /// What it is instead: `listed`, `replaced`, `given up` (a sweep deletes it) or `unknown`.
+        /// Its state: `listed`, `replaced`, `given up` (a sweep deletes it) or `unknown`.
         state: &'static str,
     },
     /// The chain would be too deep.
-    #[error("checkpoint {id} would be at depth {depth}, {max} is the most")]
+    #[error("checkpoint {id} would be at depth {depth}, at most {max} allowed")]
     TooDeep {
         /// The checkpoint that was to be published.
         id: CheckpointId,
-        /// How many checkpoints its chain would have, itself and its base included.
+        /// Number of checkpoints that its chain would have, itself and its base included.
         depth: usize,
         /// The limit.
         max: usize,
     },
     /// A replacement must be a full checkpoint.
-    #[error("checkpoint {0} replaces another one and so must not have a parent")]
+    #[error("checkpoint {0} replaces another one and must not have a parent")]
     ReplacementHasParent(CheckpointId),
 }
 
 /// A commit whose outcome could not be read back.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "it is unknown whether log entry {slot} (write id {write_id}) was committed: {}; \
-     `resolve` finds out", redact_text(.cause)
+    "it is unknown whether log entry {slot} (write id {write_id}) was committed: {}; call `resolve` to find \
+     out", redact_text(.cause)
 )]
 pub struct CommitUnknown {
     /// The write that may or may not be in the log.

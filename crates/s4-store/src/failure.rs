@@ -9,7 +9,7 @@ use object_store::client::{HttpError, HttpErrorKind};
 use crate::cause::Cause;
 use crate::redact::{redact_text, redact_url};
 
-/// How `object_store` begins its message about an unsuccessful answer. The message is all that it
+/// The beginning of `object_store`'s message about an unsuccessful answer. The message is all that it
 /// passes on, since the error's type is private. If the wording changes, the variant of the error
 /// is still right.
 const STATUS: &str = "Server returned non-2xx status code: ";
@@ -43,13 +43,13 @@ impl Failure {
         Self { cause, detail: String::new(), errno: cause.errno() }
     }
 
-    /// Why.
+    /// The cause.
     #[must_use]
     pub fn cause(&self) -> Cause {
         self.cause
     }
 
-    /// What was said; may be empty.
+    /// The message of the server or the system; may be empty.
     #[must_use]
     pub fn detail(&self) -> &str {
         &self.detail
@@ -86,7 +86,7 @@ pub(crate) struct Answer {
     /// `403 Forbidden: AccessDenied: ...`
     status: Option<String>,
     remote: bool,
-    /// What the innermost error says.
+    /// The text of the innermost error.
     root: String,
 }
 

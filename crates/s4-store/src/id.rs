@@ -26,7 +26,7 @@ impl fmt::Display for CheckpointId {
 
 /// Text that is not a checkpoint's id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is not a checkpoint's id (a UUID, in lower case and with hyphens)")]
+#[error("`{0}` is not a checkpoint id (a UUID in lower case, with hyphens)")]
 pub struct InvalidId(String);
 
 impl FromStr for CheckpointId {

@@ -43,7 +43,7 @@ pub(crate) struct Io {
     pace: Option<Pace>,
     /// The folder, if the objects are files in one.
     folder: Option<Folder>,
-    /// How these files are written, if not by the object store.
+    /// Writes these files, if the object store does not.
     files: Option<Arc<dyn PutFiles>>,
 }
 
@@ -203,7 +203,7 @@ impl Io {
             // A dangling link: listings do not show it, and nothing can be created in its place. If it counted as a
             // missing object, readers would take it for the end of the log, and writers would retry forever.
             Err(e) if e.kind() == io::ErrorKind::NotFound && folder.path_of(key).is_symlink() => {
-                let what = "a link that leads nowhere: is a file system not mounted?";
+                let what = "dangling link: is a file system not mounted?";
                 Some(Err(Error::corrupt(key, what)))
             }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Some(Err(Error::missing(key))),
@@ -250,7 +250,9 @@ impl Io {
             }
         };
         let bytes = self.read("read", key, max.min(MAX_OBJECT as u64), get).await?;
-        bytes.map_err(|size| Error::corrupt(key, format!("{size} bytes, expected at most {max}")))
+        bytes.map_err(|size| {
+            Error::corrupt(key, format!("object has {size} bytes, expected at most {max}"))
+        })
     }
 
     /// Reads a whole object and checks it, a second time if the check fails: the bytes may have been damaged in
@@ -294,7 +296,10 @@ impl Io {
             }
             Err(e) => return Err(e),
         };
-        let what = format!("{size} bytes, where bytes {} to {} should be", range.start, range.end);
+        let what = format!(
+            "object has {size} bytes, but bytes {} to {} are needed",
+            range.start, range.end
+        );
         Err(Error::corrupt(key, what))
     }
 
@@ -368,7 +373,7 @@ fn file_len(path: &std::path::Path) -> io::Result<u64> {
 
 /// The error for an object that is shorter than it must be.
 pub(crate) fn too_short(key: &Path, size: u64, needed: u64) -> Error {
-    Error::corrupt(key, format!("{size} bytes, expected at least {needed}"))
+    Error::corrupt(key, format!("object has {size} bytes, expected at least {needed}"))
 }
 
 /// The body, if it has the length that it should have: a broken connection may look like the end of
@@ -379,7 +384,7 @@ async fn whole(result: GetResult, len: u64) -> object_store::Result<Bytes> {
     if bytes.len() as u64 == len {
         return Ok(bytes);
     }
-    let source = format!("{} of {len} bytes arrived; the object has {size}", bytes.len()).into();
+    let source = format!("received {} of {len} bytes; the object has {size}", bytes.len()).into();
     Err(object_store::Error::Generic { store: "short answer", source })
 }
 
@@ -387,7 +392,7 @@ async fn whole(result: GetResult, len: u64) -> object_store::Result<Bytes> {
 #[derive(Debug)]
 struct Pace {
     rate: u64,
-    /// When the link is free again.
+    /// The time at which the link is free again.
     free: Mutex<Option<Instant>>,
 }
 

@@ -9,10 +9,10 @@ use crate::id::CheckpointId;
 /// Data objects that one rank of a distributed checkpoint may have.
 pub const MAX_RANK_OBJECTS: u32 = 1 << 12;
 
-/// How many ranks may store a checkpoint together: its log entry holds a number for each.
+/// The most ranks that may store a checkpoint together: its log entry holds a number for each.
 pub const MAX_RANKS: u32 = 1 << 13;
 
-/// How many data objects each rank of a distributed checkpoint stored; empty if one process stored them
+/// The number of data objects that each rank of a distributed checkpoint stored; empty if one process stored them
 /// all.
 ///
 /// Ranks upload in parallel without agreeing on object numbers, so the numbers of each rank begin
@@ -47,13 +47,13 @@ impl Parts {
         (rank < MAX_RANKS).then(|| rank * MAX_RANK_OBJECTS)
     }
 
-    /// What is wrong with these counts, if anything.
+    /// The problem of these counts, if there is one.
     pub(crate) fn problem(&self) -> Option<String> {
         if self.0.len() > MAX_RANKS as usize {
-            return Some(format!("{} ranks, {MAX_RANKS} at most", self.0.len()));
+            return Some(format!("{} ranks, at most {MAX_RANKS} allowed", self.0.len()));
         }
         let many = self.0.iter().find(|n| **n > MAX_RANK_OBJECTS)?;
-        Some(format!("{many} objects of one rank, {MAX_RANK_OBJECTS} at most"))
+        Some(format!("{many} objects of one rank, at most {MAX_RANK_OBJECTS} allowed"))
     }
 
     /// Whether these can be the parts of a checkpoint of `objects` objects.

@@ -29,25 +29,25 @@ use crate::layout::Layout;
 const EXPIRES: Duration = Duration::from_secs(60);
 /// A holder relies on its lease for this long after it began the last renewal.
 const RELIES: Duration = Duration::from_secs(45);
-/// How often a lease is renewed.
+/// The interval at which a lease is renewed.
 const RENEWS: Duration = Duration::from_secs(15);
-/// How often a process that waits for the lease checks it.
+/// The interval at which a process that waits for the lease checks it.
 const LOOKS: Duration = Duration::from_secs(2);
-/// About how long two processes that claim at the same time wait for each other.
+/// The approximate time that two processes that claim at the same time wait for each other.
 const YIELDS: Duration = Duration::from_millis(100);
 /// After this many stale listings in a row, the store is refused.
 const STALE: u32 = 6;
 /// The most bytes of a lease.
 const MAX_LEASE: u64 = 4 << 10;
 
-/// Who holds the lease of a store that allows one writer at a time.
+/// The holder of the lease of a store that allows one writer at a time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     /// The machine's own name for itself.
     pub host: String,
     /// The process there.
     pub pid: u32,
-    /// When it took the lease, by its clock, in milliseconds since 1970.
+    /// The time at which it took the lease, by its clock, in milliseconds since 1970.
     pub since_ms: i64,
 }
 
@@ -102,9 +102,9 @@ pub(crate) struct Lease {
     layout: Layout,
     place: String,
     me: Uuid,
-    /// When the lease was last renewed, if it is held.
+    /// The time of the last renewal, if the lease is held.
     held: Mutex<Option<Stamp>>,
-    /// When the lease was taken or is being claimed, in milliseconds since 1970.
+    /// The time at which the lease was taken or is being claimed, in milliseconds since 1970.
     since_ms: AtomicI64,
     renewing: AtomicBool,
     /// Number of keys used so far. A deleted key is never written again, since its deletion may take effect late.
@@ -379,7 +379,7 @@ impl Lease {
             return Ok(seen);
         }
         Err(Error::Refused(format!(
-            "{}: listings do not show recent writes: two writers could not see each other there",
+            "{}: listings do not show recent writes, so that two writers could miss each other",
             self.place
         )))
     }
@@ -414,7 +414,7 @@ impl Lease {
         json.map(Bytes::from).map_err(|e| Error::Argument(e.to_string()))
     }
 
-    /// Who wrote a lease, as far as that can be read.
+    /// The writer of a lease, as far as that can be read.
     async fn holder(&self, key: &Path) -> Holder {
         let read = self.io.get(key, MAX_LEASE).await.ok();
         let holder = read.and_then(|bytes| serde_json::from_slice(&bytes).ok());
@@ -441,8 +441,8 @@ impl Lease {
         let holder = self.holder(key).await;
         tracing::warn!(
             place = %self.place,
-            "this store allows one writer at a time, and that is {holder}: waiting up to {EXPIRES:?} for \
-             it to end, or to show that it is alive"
+            "this store allows one writer at a time and is in use by {holder}: waiting up to {EXPIRES:?} for it \
+             to end or to renew its lease"
         );
     }
 }
@@ -474,13 +474,13 @@ async fn renew(lease: std::sync::Weak<Lease>) {
         match tokio::time::timeout(RENEWS, lease.keep(renewed)).await {
             Ok(Ok(renewed)) => *held = Some(renewed),
             Ok(Err(e @ Error::LeaseLost { .. })) => {
-                tracing::error!(error = %e, "the lease of the store is lost");
+                tracing::error!(error = %e, "lost the lease of the store");
                 *held = None;
                 lease.renewing.store(false, Ordering::SeqCst);
                 return;
             }
-            Ok(Err(e)) => tracing::warn!(error = %e, "the lease of the store could not be renewed"),
-            Err(_) => tracing::warn!("the lease of the store could not be renewed in time"),
+            Ok(Err(e)) => tracing::warn!(error = %e, "could not renew the lease of the store"),
+            Err(_) => tracing::warn!("could not renew the lease of the store in time"),
         }
     }
 }

@@ -24,7 +24,7 @@ pub(crate) struct Lineage {
 }
 
 impl Lineage {
-    /// The indexes of a state that was stored, or what is wrong with it.
+    /// The indexes of a state that was stored, or the problem with it.
     pub(crate) fn of(
         live: &BTreeMap<CheckpointId, Checkpoint>,
         dead: &BTreeMap<CheckpointId, Dead>,
@@ -38,7 +38,7 @@ impl Lineage {
         }
         let mut replacements = BTreeSet::new();
         if !heirs.values().all(|by| replacements.insert(*by)) {
-            return Err("one checkpoint takes the place of two");
+            return Err("one checkpoint replaces two others");
         }
         let mut seen = 0;
         for first in heirs.keys().filter(|id| !replacements.contains(*id)) {
@@ -49,7 +49,7 @@ impl Lineage {
             }
         }
         if seen != heirs.len() {
-            return Err("checkpoints replace each other in a circle");
+            return Err("checkpoints replace each other in a cycle");
         }
         lineage.moved.clear();
         for checkpoint in live.values() {

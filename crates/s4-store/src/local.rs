@@ -23,7 +23,7 @@ pub(crate) struct Leftover {
     pub(crate) modified: SystemTime,
 }
 
-/// How far a file system can be trusted.
+/// The degree to which a file system can be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trust {
     /// On a disk of this machine: what cannot be read is damaged.
@@ -37,7 +37,7 @@ pub(crate) enum Trust {
 }
 
 impl Folder {
-    /// Creates the folder and what is missing above it, durably.
+    /// Creates the folder and its missing parents, durably.
     pub(crate) fn create(root: &Path) -> Result<Self> {
         let root = std::path::absolute(root).map_err(|e| at("find", root, e))?;
         let mut existing = root.as_path();
@@ -145,7 +145,7 @@ impl Folder {
         }
     }
 
-    /// When something in a folder of the store was last made or removed.
+    /// The time at which something in a folder of the store was last made or removed.
     pub(crate) fn modified(&self, folder: &object_store::path::Path) -> Option<SystemTime> {
         fs::metadata(self.path_of(folder)).and_then(|meta| meta.modified()).ok()
     }
@@ -178,8 +178,8 @@ impl Folder {
         match self.trust {
             Trust::Disk | Trust::Full => {}
             Trust::Doubtful(kind) => tracing::warn!(
-                "{path} is on {kind}: others may see a machine's writes late, and a power cut may \
-                 undo acknowledged ones"
+                "{path} is on {kind}: other machines may see writes late, and a power failure may undo \
+                 acknowledged writes"
             ),
             Trust::None(kind) if allow => {
                 tracing::warn!("{path} is on {kind}, whose guarantees are too weak for a store");

@@ -201,7 +201,7 @@ impl Inner {
         let retry = self.io.retry();
         let end = Instant::now() + retry.deadline;
         let mut ambiguous = false;
-        let mut cause = String::from("no answer in time");
+        let mut cause = String::from("request timed out");
         for attempt in 0..u32::MAX {
             let until = match self.may_write(entry, end).await {
                 Ok(Ok(until)) => until,
@@ -241,7 +241,7 @@ impl Inner {
                 },
                 Ok(Seen::Empty) if !hopeless => {}
                 Ok(Seen::Empty) => break,
-                Err(e) => cause = format!("{cause}; reading it back: {e}"),
+                Err(e) => cause = format!("{cause}; could not read it back: {e}"),
             }
             let pause = retry.pause(attempt, entry.write_id.spread() ^ u64::from(attempt));
             if attempt + 1 >= retry.attempts.max(2) || Instant::now() + pause >= end {

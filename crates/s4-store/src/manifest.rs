@@ -28,7 +28,7 @@ pub struct ObjectInfo {
     pub len: u64,
     /// BLAKE3 of its bytes.
     pub blake3: Digest,
-    /// What it holds, in the caller's words: `weights`, `optimizer`...
+    /// Its content, in the caller's words: `weights`, `optimizer`...
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kind: String,
 }
@@ -38,7 +38,7 @@ pub struct ObjectInfo {
 pub struct Manifest {
     /// The data objects; the first is number 0.
     pub objects: Vec<ObjectInfo>,
-    /// How many of them each rank stored.
+    /// The number of them that each rank stored.
     pub parts: Parts,
     /// The caller's bytes.
     pub blob: Bytes,
@@ -70,7 +70,7 @@ impl Manifest {
         let total = (MAGIC.len() + 4 + table.len()) as u64 + self.blob.len() as u64;
         if total > MAX_MANIFEST {
             return Err(Error::Limit(format!(
-                "a manifest of {total} bytes, {MAX_MANIFEST} at most"
+                "manifest has {total} bytes, at most {MAX_MANIFEST} allowed"
             )));
         }
         let len = u32::try_from(table.len()).map_err(|e| Error::Limit(e.to_string()))?;
@@ -93,7 +93,7 @@ impl Manifest {
             return Err(bad(&format!("it belongs to checkpoint {}", table.id)));
         }
         if table.blob_len != blob.len() as u64 {
-            return Err(bad("its length is not what its table says"));
+            return Err(bad("its length does not match its table"));
         }
         if table.objects.iter().any(|o| o.len > MAX_OBJECT as u64) {
             return Err(bad("an object exceeds the size limit"));
@@ -102,7 +102,7 @@ impl Manifest {
             return Err(bad(&what));
         }
         if !table.parts.add_up_to(table.objects.len() as u64) {
-            return Err(bad("the objects of its ranks do not add up to those listed"));
+            return Err(bad("the object counts of its ranks do not add up to the objects listed"));
         }
         let (objects, parts) = (table.objects.into_owned(), table.parts);
         Ok(Self { objects, parts, blob: bytes.slice_ref(blob) })

@@ -9,7 +9,7 @@ use object_store::PutPayload;
 
 use crate::id::{Ids, TimeIds};
 
-/// When failed requests are retried: only those that may be repeated, and only after failures that may be
+/// The policy for retrying failed requests: only those that may be repeated, and only after failures that may be
 /// temporary (not after a 403, for a bucket that does not exist, or on a full disk).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Retry {
@@ -20,7 +20,7 @@ pub struct Retry {
     pub first_pause: Duration,
     /// The longest pause.
     pub longest_pause: Duration,
-    /// How long to retry while the server has never been reached, since its address may be wrong.
+    /// The time to keep retrying while the server has never been reached, since its address may be wrong.
     /// Capped by `deadline`.
     pub first_contact: Duration,
     /// Time limit of one request, retries included, and of one commit. The body of a request may
@@ -67,7 +67,7 @@ impl Retry {
     }
 }
 
-/// How many processes may write to a new store.
+/// The number of processes that may write to a new store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Writers {
     /// Any number. Creating the store is refused unless the probe shows that this is safe: the
@@ -88,13 +88,13 @@ impl std::str::FromStr for Writers {
             "many" => Ok(Self::Many),
             "single" => Ok(Self::Single),
             other => Err(crate::Error::Argument(format!(
-                "writers: `{other}`; `many` and `single` are understood"
+                "unknown value `{other}` for `writers`: use `many` or `single`"
             ))),
         }
     }
 }
 
-/// How thoroughly a place is probed before a store for several writers is created there.
+/// Limits of the probe that runs before a store for several writers is created at a place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProbeLimits {
     /// Minimum number of races that must end with clear answers, however long that takes.
@@ -126,7 +126,7 @@ pub trait PutFiles: std::fmt::Debug + Send + Sync {
     /// file: the store then writes the file itself.
     ///
     /// # Errors
-    /// Why no file was written. The store then continues as after `false`.
+    /// The reason that no file was written. The store then continues as after `false`.
     fn put(&self, path: &Path, parts: &PutPayload) -> io::Result<bool>;
 }
 
@@ -149,7 +149,7 @@ pub fn upload_memory() -> usize {
 /// Options of an open store.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// When failed requests are retried.
+    /// The policy for retrying failed requests.
     pub retry: Retry,
     /// Maximum bytes of objects in flight, which bounds the memory that a slow link ties up; at most 256 MiB for a
     /// folder. By default [`upload_memory`].
@@ -158,14 +158,14 @@ pub struct StoreOptions {
     pub concurrency: usize,
     /// Bytes per second of all uploads together; `None`: no limit.
     pub bandwidth: Option<u64>,
-    /// How many processes may write to a store that is created. An existing store records this
+    /// The number of processes that may write to a store that is created. An existing store records this
     /// itself.
     pub writers: Writers,
-    /// How thoroughly a place is probed.
+    /// Limits of the probe.
     pub probe: ProbeLimits,
     /// Use a local folder even if it is on a file system whose guarantees are known to be too weak.
     pub allow_network_fs: bool,
-    /// How objects of a local folder are written, if not by a plain `write`.
+    /// Writes the objects of a local folder; `None`: a plain `write`.
     pub files: Option<Arc<dyn PutFiles>>,
     /// Source of new ids.
     pub ids: Arc<dyn Ids>,
@@ -199,7 +199,7 @@ mod tests {
         assert_eq!("many".parse::<Writers>().unwrap(), Writers::default());
         assert_eq!("single".parse::<Writers>().unwrap(), Writers::Single);
         let error = "Single".parse::<Writers>().unwrap_err().to_string();
-        assert!(error.contains("`many` and `single`"), "{error}");
+        assert!(error.contains("`many` or `single`"), "{error}");
     }
 
     #[test]

@@ -38,8 +38,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// So does one that takes longer than the deadline divided by this, which leaves time for other tries.
 const TRIES: u32 = 4;
 /// The message about bytes that nobody wrote.
-const DAMAGED: &str = "what was read is damaged";
-/// How often progress is reported.
+const DAMAGED: &str = "the data read back is damaged";
+/// The interval at which progress is reported.
 const TELL: Duration = Duration::from_secs(2);
 
 /// The findings of a probe.
@@ -53,7 +53,7 @@ pub struct ProbeReport {
     pub rounds: u32,
     /// Races that went wrong.
     pub bad_rounds: u32,
-    /// What was seen, for people. Empty if all is well.
+    /// The findings, for people. Empty if all is well.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
 }
@@ -66,11 +66,11 @@ impl ProbeReport {
     }
 }
 
-/// How a trial ended.
+/// The outcome of a trial.
 enum Outcome {
     /// As it must, with a clean answer to every request.
     Good,
-    /// The store does not do what is needed.
+    /// The store does not meet the requirements.
     Bad(String),
     /// It proves nothing: an answer was lost or made no sense.
     Disturbed(String),
@@ -87,7 +87,7 @@ enum Answer {
     Disturbed(String),
 }
 
-/// How long the probe waits.
+/// The times that the probe waits.
 #[derive(Clone, Copy)]
 struct Patience {
     /// For all answers.
@@ -101,7 +101,7 @@ impl Patience {
         Self { end: Instant::now() + deadline, answer: PATIENCE.min(deadline / TRIES) }
     }
 
-    /// When an answer to a request that begins now counts as lost.
+    /// The time from which an answer to a request that begins now counts as lost.
     fn for_answer(self) -> Instant {
         self.end.min(Instant::now() + self.answer)
     }
@@ -240,7 +240,7 @@ impl<'a> Probe<'a> {
                 told = Instant::now();
                 tracing::info!(
                     place = %self.folder,
-                    "still trying whether several writers are safe: {} of {} to {} races",
+                    "still testing whether several writers are safe: {} of {} to {} races",
                     report.rounds, limits.least_rounds, limits.most_rounds
                 );
             }
@@ -275,7 +275,7 @@ impl<'a> Probe<'a> {
             let place = self.folder.to_string();
             return Err(Error::ProbeDisturbed { place, limit: retry.deadline, last: what });
         }
-        tracing::debug!(what, "a trial of the probe was inconclusive: trying again");
+        tracing::debug!(what, "a probe trial was inconclusive: trying again");
         tokio::time::sleep(pause).await;
         Ok(())
     }
@@ -297,7 +297,7 @@ impl<'a> Probe<'a> {
         }
         match create(self.store, &key, "second".into(), self.patience).await {
             Answer::Accepted => {
-                return Ok(Outcome::Bad("a second create of one object was accepted".into()));
+                return Ok(Outcome::Bad("a second create of the same object was accepted".into()));
             }
             Answer::Disturbed(what) => return Ok(Outcome::Disturbed(what)),
             Answer::Refused | Answer::Unsupported(_) | Answer::Denied(_) => {}
@@ -305,10 +305,10 @@ impl<'a> Probe<'a> {
         Ok(match read(self.store, &key, self.patience).await {
             Ok(Some(found)) if found == "first" => Outcome::Good,
             Ok(Some(found)) if found == "second" => {
-                Outcome::Bad("a second create was refused, but its bytes are there".into())
+                Outcome::Bad("a second create was refused, but its bytes were stored".into())
             }
             Ok(Some(_)) => Outcome::Disturbed(DAMAGED.into()),
-            Ok(None) => Outcome::Bad("an object that was created is not there".into()),
+            Ok(None) => Outcome::Bad("a created object is missing".into()),
             Err(what) => Outcome::Disturbed(what),
         })
     }
@@ -321,7 +321,7 @@ impl<'a> Probe<'a> {
             }
             Ok(Err(e)) if is_permanent(&e) => Err(Error::storage("write", key, error)),
             Ok(Err(e)) => Ok(Outcome::Disturbed(said(&e))),
-            Err(_) => Ok(Outcome::Disturbed("no answer in time".into())),
+            Err(_) => Ok(Outcome::Disturbed("request timed out".into())),
         }
     }
 }
@@ -375,7 +375,7 @@ async fn run_race(
             disturbed.map_or(Outcome::Good, Outcome::Disturbed)
         }
         ([_], Ok(Some(found))) if (0..race.racers).any(|racer| found == body(racer, race.len)) => {
-            Outcome::Bad("one create was accepted, but another's bytes were stored".into())
+            Outcome::Bad("one create was accepted, but another one's bytes were stored".into())
         }
         ([_], Ok(Some(_))) => Outcome::Disturbed(DAMAGED.into()),
         ([_], Ok(None)) => Outcome::Bad("a create was accepted, but nothing was stored".into()),
@@ -413,7 +413,7 @@ async fn create(
         Ok(Err(e)) if e.to_string().contains("status code: 501") => Answer::Unsupported(said(&e)),
         Ok(Err(e)) if is_permanent(&e) => Answer::Denied(e),
         Ok(Err(e)) => Answer::Disturbed(said(&e)),
-        Err(_) => Answer::Disturbed("no answer in time".into()),
+        Err(_) => Answer::Disturbed("request timed out".into()),
     }
 }
 
@@ -428,6 +428,6 @@ async fn read(
         Ok(Ok(bytes)) => Ok(Some(bytes)),
         Ok(Err(StoreError::NotFound { .. })) => Ok(None),
         Ok(Err(e)) => Err(said(&e)),
-        Err(_) => Err("no answer in time".into()),
+        Err(_) => Err("request timed out".into()),
     }
 }

@@ -66,7 +66,7 @@ impl Reading {
             let bytes = self.inner.io.get(&key, info.len).await?;
             let len = bytes.len() as u64;
             if len != info.len {
-                let what = format!("{len} bytes, the manifest says {}", info.len);
+                let what = format!("object has {len} bytes, but the manifest says {}", info.len);
                 return Err(Error::corrupt(key, what));
             }
             if hash(bytes.clone()).await == info.blake3 {
@@ -74,7 +74,7 @@ impl Reading {
             }
             // Bytes may be damaged in transit: a second read shows whether the stored ones are.
             if !std::mem::take(&mut again) {
-                return Err(Error::corrupt(key, "its hash is not the one in the manifest"));
+                return Err(Error::corrupt(key, "its hash does not match the manifest"));
             }
         }
     }
@@ -106,7 +106,7 @@ impl Reading {
     pub async fn range(&self, n: u32, range: Range<u64>) -> Result<Bytes> {
         let (key, info) = self.find(n)?;
         if range.start > range.end || range.end > info.len {
-            let what = format!("{key} has {} bytes, {range:?} was asked for", info.len);
+            let what = format!("{key} has {} bytes, but range {range:?} was requested", info.len);
             return Err(Error::Argument(what));
         }
         if let Some(path) = self.local_path(n) {

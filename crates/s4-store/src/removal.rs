@@ -1,4 +1,4 @@
-//! How a sweep deletes: the log first gives up checkpoints that could be listed again, manifests go
+//! Deletion by a sweep: the log first gives up checkpoints that could be listed again, manifests go
 //! before data, and a full disk does not keep a sweep from making room.
 
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ use crate::store::{Inner, MAX_IDS};
 use crate::sweep::{Doomed, SweepReport, Swept};
 
 impl Inner {
-    /// Deletes what is doomed.
+    /// Deletes the doomed objects.
     pub(crate) async fn remove(
         &self,
         dead: Vec<Doomed>,
@@ -40,7 +40,7 @@ impl Inner {
                     batch = (batch * 8).min(MAX_IDS);
                 }
                 Err(e) if is_full(&e) && batch > 1 => {
-                    tracing::warn!(error = %e, "no room for a log entry: making some");
+                    tracing::warn!(error = %e, "no room for a log entry: making room");
                     // The view is only a hint, and the largest one.
                     self.io.delete(&self.layout.view()).await?;
                     self.known.lock().await.viewed = 0;
@@ -50,7 +50,8 @@ impl Inner {
                 // With `exclusive`, nobody else could list them again.
                 Err(e) if is_full(&e) && exclusive => self.delete(some, report).await,
                 Err(e) if is_full(&e) => {
-                    let why = format!("{e}: no room even for a log entry; `exclusive` needs none");
+                    let why =
+                        format!("{e}: no room even for a log entry; `exclusive` does not need one");
                     let all = some.into_iter().chain(retired.drain(..));
                     report.failed.extend(all.map(|d| (d.swept.what, why.clone())));
                 }
@@ -152,7 +153,7 @@ impl Inner {
         }
         match self.store_time().await {
             Err(e) if is_full(&e) => {
-                tracing::warn!(error = %e, "cannot get the time: using that of the newest object");
+                tracing::warn!(error = %e, "could not get the time: using the time of the newest object");
                 // At most this machine's time: nothing is deleted that is too young by its clock.
                 Ok(seen.min(Utc::now()))
             }

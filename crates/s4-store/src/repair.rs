@@ -40,7 +40,7 @@ pub struct Loss {
     pub checkpoint: Option<CheckpointId>,
     /// Its training step.
     pub step: Option<u64>,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
@@ -51,7 +51,7 @@ pub struct RepairReport {
     pub damage: Vec<LogDamage>,
     /// The checkpoints that are listed afterwards, from the oldest to the newest.
     pub listed: Vec<Checkpoint>,
-    /// What is lost.
+    /// The losses.
     pub losses: Vec<Loss>,
     /// Entries that are rewritten with the same operation.
     pub rewritten: Vec<u64>,
@@ -64,11 +64,11 @@ pub struct RepairReport {
     /// Data that no entry of the log names, with its bytes: perhaps of checkpoints that were lost. A
     /// sweep gives it up when it is older than the grace.
     pub unnamed: BTreeMap<CheckpointId, u64>,
-    /// Where everything that is overwritten or removed was copied to.
+    /// The place that everything that is overwritten or removed was copied to.
     pub aside: Option<String>,
 }
 
-/// The new entries, and what is removed.
+/// The new entries, and the removals.
 #[derive(Default)]
 struct Plan {
     entries: BTreeMap<u64, Bytes>,
@@ -306,8 +306,8 @@ impl Plan {
         });
         for c in &going {
             let why = match hollow.contains(&c.id()) {
-                true => "its manifest is not there",
-                false => "the manifest of a checkpoint that it needs is not there",
+                true => "its manifest is missing",
+                false => "the manifest of a checkpoint that it needs is missing",
             };
             self.lose(c.entry, Some((c.id(), c.step())), why.to_owned());
             if c.pinned {
@@ -316,7 +316,7 @@ impl Plan {
         }
         for some in going.chunks(MOST_IDS) {
             let ids = some.iter().map(Checkpoint::id).collect();
-            let reason = "its manifest is not there".to_owned();
+            let reason = "its manifest is missing".to_owned();
             self.append(inner, Op::Retire { ids, reason }, ours, now)?;
         }
         Ok(())
@@ -341,7 +341,7 @@ impl Plan {
             survey.void.iter().filter_map(|n| Some((*n, published(survey.slots.read.get(n)?)?)))
         {
             self.report.losses.retain(|loss| loss.entry != n);
-            self.lose(n, Some(id), "its manifest is not there".into());
+            self.lose(n, Some(id), "its manifest is missing".into());
         }
         // An entry without effect is no loss if another entry lists its checkpoint.
         let listed = &self.state;

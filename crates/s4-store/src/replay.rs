@@ -16,10 +16,10 @@ use crate::state::State;
 use crate::store::Inner;
 use crate::view;
 
-/// How many further entries are asked for one by one before the log is listed.
+/// Number of further entries that are requested one by one before the log is listed.
 const ONE_BY_ONE: u64 = 4;
 
-/// How often a read-only process reads a damaged log again.
+/// The interval at which a read-only process reads a damaged log again.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The state as this process knows it.
@@ -28,11 +28,11 @@ pub(crate) struct Known {
     pub(crate) state: Arc<State>,
     /// The newest entry that a stored view covers, as far as is known.
     pub(crate) viewed: u64,
-    /// What is wrong with the log: only where the store was opened read-only.
+    /// The damage of the log: only where the store was opened read-only.
     pub(crate) damage: Vec<LogDamage>,
-    /// What this process did recently.
+    /// The recent commits of this process.
     pub(crate) own: OwnCommits,
-    /// When a damaged log was read.
+    /// The time at which a damaged log was read.
     read_at: Option<Instant>,
 }
 
@@ -85,7 +85,7 @@ impl Inner {
         if let Some(first) = damage.first() {
             tracing::warn!(
                 store = %self.name,
-                "the log is damaged: {first}; showing what can be proved. `s4w store repair` says what a \
+                "the log is damaged: {first}; showing only what can be verified. `s4w store repair` shows what a \
                  repair would lose"
             );
         }

@@ -1,4 +1,4 @@
-//! `repo.json`: what a store is. Created once; only opening the store to many writers changes it.
+//! `repo.json`: the identity of a store. Created once; only opening the store to many writers changes it.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -14,7 +14,7 @@ const FORMAT: u32 = 1;
 /// The most bytes of `repo.json`.
 pub(crate) const MAX_REPO: u64 = 64 << 10;
 
-/// How many processes may write.
+/// The number of processes that may write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
@@ -33,7 +33,7 @@ pub struct Repo {
     pub min_reader: u32,
     /// Identifies the store.
     pub id: Uuid,
-    /// How many processes may write.
+    /// The number of processes that may write.
     pub mode: Mode,
     /// The probe's findings when the store was created. For one writer at a time no races are run.
     pub probe: ProbeReport,
@@ -66,19 +66,20 @@ impl Repo {
 
     pub(crate) fn parse(key: &str, bytes: &[u8]) -> Result<Self> {
         let body = seal::unseal(bytes).ok_or_else(|| {
-            let what = "its seal does not match: it is damaged, or not ours; put `repo.json` back from \
-                        a copy, or move the rest away";
+            let what = "its seal does not match: it is damaged, or was not written by s4weights; restore \
+                        `repo.json` from a copy, or move the rest away";
             Error::corrupt(key, what)
         })?;
         let value: Value = serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))?;
         match value.get("min_reader").and_then(Value::as_u64) {
             Some(min) if min <= u64::from(FORMAT) => {}
             Some(min) => {
-                let what =
-                    format!("it needs a reader of layout {min}; this library reads {FORMAT}");
+                let what = format!(
+                    "it needs a reader of layout {min}, but this library reads layout {FORMAT}"
+                );
                 return Err(Error::Unsupported { key: key.to_owned(), what });
             }
-            None => return Err(Error::corrupt(key, "it names no layout")),
+            None => return Err(Error::corrupt(key, "it does not name a layout")),
         }
         seal::parse(key, body)
     }

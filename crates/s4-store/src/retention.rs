@@ -1,4 +1,4 @@
-//! Which checkpoints to keep.
+//! Retention: the checkpoints to keep.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,13 +27,13 @@ pub struct Retention {
 pub struct Best {
     /// The metric's name.
     pub metric: String,
-    /// How many to keep; of two equal ones, the newer.
+    /// The number to keep; of two equal ones, the newer.
     pub count: usize,
     /// Whether a larger number is better.
     pub larger: bool,
 }
 
-/// Why a checkpoint stays.
+/// The reason that a checkpoint stays.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Keep {
@@ -55,10 +55,10 @@ pub enum Keep {
     NoRules,
 }
 
-/// What a policy decides about a state.
+/// The decision of a policy about a state.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Plan {
-    /// What stays, and why.
+    /// The checkpoints that stay, with the reasons.
     pub keep: BTreeMap<CheckpointId, Vec<Keep>>,
     /// The checkpoints to retire, deltas before their parents.
     pub retire: Vec<CheckpointId>,
@@ -112,10 +112,10 @@ impl Retention {
             return Ok(());
         };
         let known: Vec<_> = known.into_iter().collect();
-        let known = if known.is_empty() { "none at all".into() } else { known.join(", ") };
+        let known = if known.is_empty() { "none".into() } else { known.join(", ") };
         Err(Error::Argument(format!(
-            "retention: the best by `{}` are to be kept, and no checkpoint has that metric (they have: \
-             {known}); nothing was retired",
+            "retention: cannot keep the best checkpoints by `{}`, because no checkpoint has that metric \
+             (available: {known}); nothing was retired",
             best.metric
         )))
     }

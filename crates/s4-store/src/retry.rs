@@ -29,7 +29,7 @@ struct Answers {
     /// Answers in this try, and the most in any try.
     seen: u64,
     most: u64,
-    /// When the last answer came, and when one last came that was further than in any try before.
+    /// The time of the last answer, and of the last one that was further than in any try before.
     moved: Option<Instant>,
     gained: Option<Instant>,
 }
@@ -61,7 +61,7 @@ pub struct Retrier {
     retry: Retry,
     /// Whether the server has ever answered.
     met: AtomicBool,
-    /// When the last warning was given.
+    /// The time of the last warning.
     warned: Mutex<Option<Instant>>,
 }
 
@@ -162,7 +162,7 @@ impl Retrier {
         Err(late(last.unwrap_or_else(Failure::silent)))
     }
 
-    /// Why a try failed that may be repeated; an error if it may not.
+    /// The failure of a try that may be repeated; an error if it may not.
     fn failure(
         &self,
         action: &'static str,
@@ -197,7 +197,7 @@ impl Retrier {
         Arc::new(Parts(self.retry.clone()))
     }
 
-    /// How long in all a request may be repeated, after this last failure.
+    /// The time in all for which a request may be repeated, after this last failure.
     fn patience(&self, last: Option<&Failure>) -> Duration {
         let stranger = !self.met.load(Ordering::Relaxed);
         match last {

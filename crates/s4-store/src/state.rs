@@ -48,7 +48,7 @@ impl Checkpoint {
         self.about.step
     }
 
-    /// How many checkpoints were made since its base, this one included
+    /// Number of checkpoints made since its base, this one included
     /// ([`crate::About::since_base`]).
     #[must_use]
     pub fn since_base(&self) -> u32 {
@@ -62,16 +62,16 @@ impl Checkpoint {
     }
 }
 
-/// How an id ended. It is not listed, and can be listed again only while it is [`End::Retired`].
+/// The end of an id. It is not listed, and can be listed again only while it is [`End::Retired`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dead {
     /// The log entry that ended it.
     pub entry: u64,
-    /// How it ended.
+    /// The way it ended.
     pub how: End,
 }
 
-/// How a checkpoint or an attempt ended.
+/// The way a checkpoint or an attempt ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum End {
@@ -147,7 +147,7 @@ impl State {
         }
         let entries = live.values().flat_map(|c| [c.entry, c.order]);
         if entries.chain(dead.values().map(|d| d.entry)).any(|entry| entry > head) {
-            return Err("it refers to later entries than its last one");
+            return Err("it refers to entries after its last one");
         }
         let lineage = Lineage::of(&live, &dead)?;
         let state = Self { head, head_hash, live, dead, void: Vec::new(), lineage };
@@ -196,7 +196,7 @@ impl State {
         self.live.get(&id)
     }
 
-    /// How an id ended, if it did.
+    /// The end of an id, if it has ended.
     #[must_use]
     pub fn dead(&self, id: CheckpointId) -> Option<Dead> {
         self.dead.get(&id).copied()
@@ -415,7 +415,7 @@ impl State {
         Ok(())
     }
 
-    /// What was retired may be given up as well: then it can never be listed again.
+    /// A retired checkpoint may be given up as well: then it can never be listed again.
     fn check_abort(&self, id: CheckpointId) -> std::result::Result<(), Conflict> {
         match self.dead.get(&id).map(|d| d.how) {
             Some(End::Retired) => Ok(()),

@@ -298,11 +298,14 @@ fn a_stored_state_is_what_it_was_or_is_refused() {
     let circle: Vec<_> = (0..3).map(|_| id()).collect();
     let circle: Vec<_> =
         (0..3).map(|i| (circle[i], Dead { entry: 1, how: how(circle[(i + 1) % 3]) })).collect();
-    assert!(refused(&live, &circle).contains("circle"));
+    assert!(refused(&live, &circle).contains("cycle"));
     let twice = [(id(), Dead { entry: 1, how: how(full.id) }), dead[0]];
-    assert!(refused(&live, &twice).contains("place of two"));
+    assert!(refused(&live, &twice).contains("replaces two others"));
     assert!(refused(&live, &[(full.id, Dead { entry: 1, how: End::Retired })]).contains("twice"));
-    assert!(refused(&live, &[(id(), Dead { entry: 99, how: End::Retired })]).contains("later"));
+    assert!(
+        refused(&live, &[(id(), Dead { entry: 99, how: End::Retired })])
+            .contains("after its last one")
+    );
     let mut bent = live.clone();
     bent[0].base = Some(bent[0].id());
     assert!(refused(&bent, &dead).contains("chain"));

@@ -410,7 +410,10 @@ impl Store {
     pub async fn break_lease(&self) -> Result<Vec<Holder>> {
         match &self.inner.lease {
             Some(lease) => lease.remove_others().await,
-            None => Err(Error::Argument(format!("{} allows many writers: no lease", self.name()))),
+            None => Err(Error::Argument(format!(
+                "{} allows many writers and has no lease",
+                self.name()
+            ))),
         }
     }
 
@@ -489,8 +492,7 @@ impl Inner {
     async fn allow_many(&self) -> Result<ProbeReport> {
         let found = self.probe().await?;
         if !found.many_writers() {
-            let what =
-                format!("{}: several writers are not safe there: {}", self.name, found.detail);
+            let what = format!("{}: several writers are not safe: {}", self.name, found.detail);
             return Err(Error::Refused(what));
         }
         let repo = Repo {
@@ -507,7 +509,7 @@ impl Inner {
         self.io.put(&key, repo.to_bytes(key.as_ref())?.into()).await?;
         match read_repo(&self.io, &self.layout).await? {
             there if there == repo => Ok(found),
-            _ => Err(Error::corrupt(key, "it is not what was just written")),
+            _ => Err(Error::corrupt(key, "it differs from what was just written")),
         }
     }
 
@@ -517,7 +519,7 @@ impl Inner {
         }
         tracing::warn!(
             store = %self.name, was = %self.repo.probed_at, is = %self.server,
-            "this store was created elsewhere: probing again"
+            "this store was created on another server: probing again"
         );
         let found = self.probe().await?;
         if found.many_writers() {
@@ -536,7 +538,7 @@ impl Inner {
             return Ok(());
         }
         Err(Error::Refused(format!(
-            "{}: the number of writers allowed was changed: open the store again",
+            "{}: the number of writers allowed has changed: reopen the store",
             self.name
         )))
     }
@@ -545,7 +547,7 @@ impl Inner {
     pub(crate) async fn same_repo(&self) -> Result<Repo> {
         match read_repo(&self.io, &self.layout).await {
             Ok(repo) if repo.id != self.repo.id => {
-                let what = "it now holds another store (to use that one, open it anew)";
+                let what = "it now holds another store (reopen it to use that one)";
                 Err(self.changed(what, true))
             }
             Err(e) if e.is_missing() => Err(self.changed("its `repo.json` is gone", false)),
@@ -568,7 +570,7 @@ impl Inner {
             if Digest::of(bytes) == about.manifest_blake3 {
                 Manifest::parse(key.as_ref(), about.id, bytes)
             } else {
-                Err(Error::corrupt(&key, "its hash is not the one in the log"))
+                Err(Error::corrupt(&key, "its hash does not match the log"))
             }
         };
         let manifest = match self.io.get_checked(&key, max, check).await {
@@ -580,7 +582,7 @@ impl Inner {
             || manifest.data_len() != about.data_len
             || manifest.parts != about.parts
         {
-            return Err(Error::corrupt(key, "it lists other objects than the log says"));
+            return Err(Error::corrupt(key, "its objects do not match the log"));
         }
         Ok(manifest)
     }
@@ -631,10 +633,9 @@ async fn choose_mode(
     }
     let place = place.name();
     Err(Error::Refused(format!(
-        "{place}: several writers would lose each other's checkpoints there, because the server does not \
-         create an object only if it is absent ({}). A store for one writer at a time is possible if you \
-         ask for it: `Writers::Single`, in Python `writers=\"single\"`, \
-         `s4w store init --writers single`",
+        "{place}: several writers would lose each other's checkpoints, because the server cannot create an \
+         object only if it is absent ({}). To create a store for one writer at a time, use `Writers::Single`, in \
+         Python `writers=\"single\"`, or `s4w store init --writers single`",
         found.detail
     )))
 }

@@ -23,10 +23,10 @@ use crate::view;
 /// The shortest grace without `exclusive`.
 pub const SHORTEST_GRACE: Duration = Duration::from_secs(24 * 3600);
 
-/// What a sweep may do.
+/// Limits of a sweep.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweepOptions {
-    /// How long data stays after its checkpoint was retired, so that readers can finish; and how long an
+    /// The time that data stays after its checkpoint was retired, so that readers can finish; also the time that an
     /// attempt must have been silent before it is given up.
     pub grace: Duration,
     /// The caller knows that nothing else uses the store: any grace is allowed.
@@ -42,7 +42,7 @@ impl Default for SweepOptions {
     }
 }
 
-/// Why something is deleted, or is not yet.
+/// The reason that something is deleted, or is not yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Why {
@@ -70,7 +70,7 @@ pub struct Swept {
     pub checkpoint: Option<CheckpointId>,
     /// Its bytes.
     pub bytes: u64,
-    /// Why.
+    /// The reason.
     pub why: Why,
 }
 
@@ -83,7 +83,7 @@ pub struct SweepReport {
     pub aborted: Vec<Swept>,
     /// To be deleted when it is older.
     pub waiting: Vec<Swept>,
-    /// What could not be deleted or given up, and why; a later sweep tries again.
+    /// Objects and attempts that could not be deleted or given up, with the reason; a later sweep tries again.
     pub failed: Vec<(String, String)>,
     /// Keys in `ck/` that do not belong to a store: never touched. (Folders of listed checkpoints are not
     /// looked into.)
@@ -131,7 +131,7 @@ pub(crate) struct Doomed {
 struct Facts {
     state: Arc<State>,
     now: DateTime<Utc>,
-    /// When each log entry that ended something was created, by the store's clock.
+    /// The creation time of each log entry that ended something, by the store's clock.
     entry_times: BTreeMap<u64, DateTime<Utc>>,
     /// The content of those entries.
     ends: BTreeMap<u64, Result<Entry>>,
@@ -153,8 +153,8 @@ impl Store {
         let inner = &self.inner;
         if options.grace < SHORTEST_GRACE && !options.exclusive {
             return Err(Error::Argument(format!(
-                "a grace of {:?} is shorter than {SHORTEST_GRACE:?}: it could break active readers \
-                 and writers; `exclusive` says that there are none",
+                "a grace period of {:?} is shorter than {SHORTEST_GRACE:?} and could break active readers and \
+                 writers; set `exclusive` if there are none",
                 options.grace
             )));
         }
@@ -293,7 +293,7 @@ impl Inner {
         Ok(all)
     }
 
-    /// What to do with the objects of `id`, which is not listed.
+    /// Decides what to do with the objects of `id`, which is not listed.
     fn judge(
         &self,
         facts: &Facts,
@@ -335,13 +335,13 @@ impl Inner {
             _ => false,
         };
         let not = |what: &dyn std::fmt::Display| {
-            let why = format!("it should say why checkpoint {id} is not listed: {what}");
+            let why = format!("it should state why checkpoint {id} is not listed: {what}");
             Err(Error::corrupt(self.layout.entry(dead.entry), why))
         };
         match facts.ends.get(&dead.entry) {
             Some(Ok(entry)) if named(entry) => Ok(()),
             Some(Err(e)) => not(e),
-            _ => not(&"it says nothing of it"),
+            _ => not(&"it does not mention the checkpoint"),
         }
     }
 

@@ -16,7 +16,7 @@ use crate::layout::Part;
 use crate::state::{Checkpoint, End, State};
 use crate::store::{Inner, Store};
 
-/// How a checkpoint was listed before it was retired.
+/// A checkpoint's listing before it was retired.
 struct Before {
     about: Publish,
     order: u64,
@@ -78,7 +78,7 @@ fn history(entries: &[Entry]) -> (State, BTreeMap<CheckpointId, Before>) {
     (state, all)
 }
 
-/// What has to be listed for `ids` to be usable, a base before its deltas.
+/// The checkpoints that must be listed for `ids` to be usable, a base before its deltas.
 fn wanted(
     state: &State,
     before: &BTreeMap<CheckpointId, Before>,
@@ -120,7 +120,8 @@ impl Inner {
             match self.io.head(&key).await? {
                 meta if meta.size == len => Ok(()),
                 meta => {
-                    let what = format!("{} bytes, the manifest says {len}", meta.size);
+                    let what =
+                        format!("object has {} bytes, but the manifest says {len}", meta.size);
                     Err(Error::corrupt(key, what))
                 }
             }

@@ -38,7 +38,7 @@ pub(crate) async fn read(inner: &Inner) -> Option<State> {
         Ok(view) if view.v == VERSION && view.repo == inner.repo.id => {
             let state = State::stored((view.head, view.head_hash), view.live, view.dead);
             if let Err(what) = state {
-                tracing::warn!(what, "the stored view contradicts itself: replaying the log");
+                tracing::warn!(what, "the stored view is inconsistent: replaying the log");
             }
             state.ok()
         }
@@ -74,6 +74,6 @@ pub(crate) async fn write(inner: &Inner, state: &Arc<State>) {
         Err(e) => Err(e.to_string()),
     };
     if let Err(error) = written {
-        tracing::debug!(error, "the view could not be stored; the next writer will");
+        tracing::debug!(error, "could not store the view; the next writer will try again");
     }
 }

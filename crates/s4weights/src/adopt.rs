@@ -64,9 +64,7 @@ impl Writer {
         let reader = Reader::open_objects(Source::Bytes(index), Box::new(NoObjects), options)?;
         let m = reader.manifest();
         if m.objects.iter().any(|o| o.name.is_none()) {
-            return Err(Error::Argument(
-                "an index that has chunks in it cannot be taken over".into(),
-            ));
+            return Err(Error::Argument("cannot take over an index that contains chunks".into()));
         }
         self.adopt_parent(m.parent)?;
         let shift = Shift {
@@ -167,7 +165,7 @@ impl Shift {
     fn pack(&self, number: usize) -> Result<u32> {
         let pack = number.checked_sub(self.named).and_then(|n| n.checked_add(self.packs));
         let pack = pack.and_then(|n| u32::try_from(n).ok());
-        pack.ok_or_else(|| Error::Argument(format!("pack {number} of an index: too many")))
+        pack.ok_or_else(|| Error::Argument(format!("pack {number} of an index: too many packs")))
     }
 
     /// A tensor block whose chunks are in the renumbered objects.
@@ -197,6 +195,8 @@ struct NoObjects;
 
 impl ObjectSource for NoObjects {
     fn get_range(&self, number: u32, range: std::ops::Range<u64>) -> Result<Bytes> {
-        Err(Error::Argument(format!("bytes {range:?} of object {number} of an index alone")))
+        Err(Error::Argument(format!(
+            "cannot read bytes {range:?} of object {number}: only the index is available"
+        )))
     }
 }

@@ -80,7 +80,7 @@ impl Reader {
     /// manifest, so that no chain is endless.
     fn checked(&self, tensor: Option<usize>, found: Arc<Self>) -> Result<Arc<Self>> {
         let Some(expected) = self.manifest.parent else {
-            return Err(Error::Argument(format!("{}: it has no parent", self.name)));
+            return Err(Error::Argument(format!("{}: the checkpoint has no parent", self.name)));
         };
         if found.stands_for.get() == Some(&expected) {
             return Ok(found);
@@ -153,7 +153,7 @@ impl Reader {
                 self_contained && m.dtype == dtype && m.values().is_ok_and(|n| n == values)
             });
             if !fits {
-                let what = format!("tensor {number} is not a moment of it with dtype {dtype}");
+                let what = format!("tensor {number} is not its moment of dtype {dtype}");
                 let e = s4_format::Error::corrupt(what).in_tensor(self.label(tensor));
                 return Err(e).at(&self.name);
             }
@@ -177,7 +177,7 @@ impl Reader {
         if input.is_some_and(fits) {
             return Ok(Some(number as usize));
         }
-        let what = format!("it is not a copy of tensor {number}");
+        let what = format!("not a copy of tensor {number}");
         let e = s4_format::Error::corrupt(what).in_tensor(self.label(tensor));
         Err(e).at(&self.name)
     }
@@ -211,7 +211,7 @@ impl Reader {
         for (t, most) in hosts {
             let (plan, chunk_log2) = (self.plan(t), self.spec(t, &blocks[&t]).chunk_log2);
             if chunk_log2 > most {
-                let e = s4_format::Error::corrupt("larger chunks than those of its copy");
+                let e = s4_format::Error::corrupt("chunks are larger than those of its copy");
                 return Err(e.in_tensor(self.label(t))).at(&self.name);
             }
             if plan.inputs.is_empty() || blocks[&t].records.iter().all(|r| r.plain) {
@@ -243,7 +243,7 @@ impl Reader {
         hosts.dedup();
         let needs = |&&t: &&usize| self.plan(t).own_inputs().next().is_some();
         if let Some(&t) = hosts.iter().find(needs) {
-            let e = s4_format::Error::corrupt("a moment that needs other tensors");
+            let e = s4_format::Error::corrupt("moment needs other tensors");
             return Err(e.in_tensor(self.label(t))).at(&self.name);
         }
         let hosts: Vec<_> = hosts.into_iter().map(|t| (t, *CHUNK_LOG2.end())).collect();
@@ -300,7 +300,10 @@ impl Parent for Reader {
             let tensor = r.tensor as usize;
             let all = self.tensors.get(tensor).map_or(Ok(0), |t| t.bytes()).at(&self.name)?;
             if r.first.checked_add(r.to.len() as u64).is_none_or(|end| end > all) {
-                return Err(Error::Argument(format!("{}: a range beyond a tensor", self.name)));
+                return Err(Error::Argument(format!(
+                    "{}: range extends past the end of a tensor",
+                    self.name
+                )));
             }
             wants.push(Want { tensor, first: r.first, to: &mut *r.to });
         }

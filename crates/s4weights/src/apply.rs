@@ -37,7 +37,7 @@ impl Reader {
             let tensor = self.tensor(*number)?;
             if tensor.bytes().at(&self.name)? != to.len() as u64 {
                 return Err(Error::Argument(format!(
-                    "buffer of {} bytes for tensor `{}` of {} {:?}",
+                    "buffer of {} bytes does not fit tensor `{}` of {} {:?}",
                     to.len(),
                     tensor.name,
                     tensor.dtype,
@@ -54,7 +54,8 @@ impl Reader {
         let mut seen = HashSet::new();
         for number in numbers {
             if !seen.insert(number) {
-                let what = format!("{}: tensor `{}` twice", self.name, self.label(number));
+                let what =
+                    format!("{}: tensor `{}` is requested twice", self.name, self.label(number));
                 return Err(Error::Argument(what));
             }
         }

@@ -163,7 +163,7 @@ impl Behind {
             || self.in_flight.held > 0 && self.in_flight.held + own.held > self.ahead
         {
             let written = self.done.recv();
-            self.landed(written.map_err(|_| Error::io("threads", "write on", stopped()))?);
+            self.landed(written.map_err(|_| Error::io("threads", "continue writing", stopped()))?);
         }
         while let Ok(written) = self.done.try_recv() {
             self.landed(written);
@@ -171,7 +171,7 @@ impl Behind {
         self.in_flight.buffers += own.buffers;
         self.in_flight.held += own.held;
         let sent = self.full.as_ref().is_some_and(|full| full.send(piece).is_ok());
-        if sent { Ok(()) } else { Err(Error::io("threads", "write on", stopped())) }
+        if sent { Ok(()) } else { Err(Error::io("threads", "continue writing", stopped())) }
     }
 
     fn landed(&mut self, written: InFlight) {
@@ -189,7 +189,7 @@ impl Behind {
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(Ok(back))) => sent.map(|()| back),
             Some(Ok(Err(e))) => Err(e),
-            _ => Err(Error::io("threads", "write on", stopped())),
+            _ => Err(Error::io("threads", "continue writing", stopped())),
         }
     }
 }

@@ -98,7 +98,7 @@ impl Content {
         self.len
     }
 
-    /// How many bytes are copied to its buffer.
+    /// Number of bytes that are copied to its buffer.
     pub(crate) fn copied(&self) -> usize {
         self.own.as_ref().map_or(0, |own| own.len())
     }

@@ -25,7 +25,7 @@ const MAY_DIFFER: usize = 4;
 /// where none compresses well without its original.
 const MORE_RUNS: u64 = 256;
 const MORE_MAY_DIFFER: usize = (MORE_RUNS * RUN / 16) as usize;
-/// How many tensors with a run in common are looked at: many begin with the same zeros.
+/// Number of tensors with a run in common that are looked at: many begin with the same zeros.
 const MOST_ALIKE: usize = 64;
 /// Bytes that are compared of a tensor with 2-byte values. A run of these has 8 bytes.
 const LOOK_BYTES: usize = (2 * RUNS * RUN) as usize;
@@ -200,7 +200,7 @@ impl Equal {
     }
 }
 
-/// How many values of `width` bytes differ, but no more than one above `most`.
+/// Number of values of `width` bytes that differ, but no more than one above `most`.
 fn differing(a: &[u8], b: &[u8], width: usize, most: usize) -> usize {
     let pairs = a.chunks_exact(width).zip(b.chunks_exact(width));
     pairs.filter(|(a, b)| a != b).take(most + 1).count()
@@ -313,7 +313,7 @@ impl Originals<'_> {
         let all = chunk_count(bytes / width, log2);
         let part = |number: u64| {
             let record = original.records.get(number as usize).ok_or_else(|| {
-                let source = Error::corrupt("an input without its record").in_chunk(chunk);
+                let source = Error::corrupt("input has no record").in_chunk(chunk);
                 Failure::from(TensorError { tensor, source })
             })?;
             let first = number * size;

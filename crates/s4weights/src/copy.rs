@@ -12,7 +12,7 @@ use crate::writer::{Contents, Writer, Written};
 /// Bytes of values that are in memory at once, unless one tensor is larger.
 const BATCH: u64 = 64 << 20;
 
-/// How a checkpoint is copied.
+/// Options for copying a checkpoint.
 #[derive(Debug, Clone, Copy)]
 pub struct CopyOptions<'a> {
     /// Bytes of values in memory at once, unless one tensor is larger; 64 MiB by default. The output
@@ -52,7 +52,10 @@ pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<
     to.expect(infos.iter().map(|info| info.bytes).sum());
     let groups = options.groups;
     if !groups.is_empty() && groups.len() != infos.len() {
-        return Err(Error::Argument(format!("groups {groups:?} of {} tensors", infos.len())));
+        return Err(Error::Argument(format!(
+            "groups {groups:?} do not match {} tensors",
+            infos.len()
+        )));
     }
     let mut digests = options.hash.then(Vec::new);
     for batch in batches(&infos, options.batch) {
@@ -82,13 +85,13 @@ fn contents(from: &Reader) -> Result<Contents> {
     })
 }
 
-/// How a copy differs from its original.
+/// A difference between a copy and its original.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Difference {
     /// Names, order, dtypes or shapes of the tensors.
     Tensors,
-    /// How the saved object is described, or its tree.
+    /// The form of the saved object, or its tree.
     Tree,
     /// The metadata.
     Metadata,
@@ -114,7 +117,7 @@ impl fmt::Display for Difference {
             Self::Blobs => f.write_str("the list of blobs"),
             Self::Blob(name) => write!(f, "blob `{name}`"),
             Self::Values(name) => write!(f, "tensor `{name}`"),
-            Self::Parent => f.write_str("what it is stored against"),
+            Self::Parent => f.write_str("the parent"),
         }
     }
 }

@@ -14,7 +14,7 @@ pub enum Error {
     Format {
         /// File or URL.
         target: String,
-        /// What is wrong, and where in the file.
+        /// The problem, with its place in the file.
         source: s4_format::Error,
     },
     /// There is nothing at this path or URL.
@@ -38,7 +38,7 @@ pub enum Error {
     Io {
         /// File or URL.
         target: String,
-        /// What was tried.
+        /// The action that failed.
         action: &'static str,
         /// Its reason.
         source: io::Error,
@@ -52,7 +52,7 @@ pub enum Error {
         tensor: Option<String>,
         /// Hash of the parent's manifest.
         parent: Digest,
-        /// What is wrong with it.
+        /// The problem.
         problem: ParentProblem,
     },
     /// A CUDA device or its driver failed: no memory left, a budget that is too small, a failed
@@ -62,7 +62,7 @@ pub enum Error {
     Device {
         /// File or URL.
         target: String,
-        /// What is wrong.
+        /// The problem.
         source: s4_engine::cuda::GpuError,
     },
     /// A checkpoint store refused or failed.
@@ -70,7 +70,7 @@ pub enum Error {
     Store {
         /// Folder or URL of the store.
         target: String,
-        /// What it said.
+        /// The store's error.
         source: Box<s4_store::Error>,
     },
     /// Something is wrong with one checkpoint of a store.
@@ -82,7 +82,7 @@ pub enum Error {
         step: u64,
         /// The checkpoint.
         id: s4_store::CheckpointId,
-        /// What is wrong, naming the tensor or the object.
+        /// The problem, naming the tensor or the object.
         source: Box<Error>,
     },
     /// An argument is invalid.
@@ -115,10 +115,10 @@ pub enum ParentProblem {
     #[error("it cannot be opened: {0}")]
     Unreadable(#[source] Box<Error>),
     /// Another checkpoint was given.
-    #[error("another checkpoint was given, whose manifest has the hash {0}")]
+    #[error("another checkpoint was given, with manifest hash {0}")]
     OtherHash(Digest),
     /// The length of its chain contradicts what its descendant says.
-    #[error("its chain has {found} checkpoints, {expected} expected")]
+    #[error("its chain has {found} checkpoints, expected {expected}")]
     Depth {
         /// As its descendant says.
         expected: u32,
@@ -126,7 +126,7 @@ pub enum ParentProblem {
         found: u32,
     },
     /// A chain may not become longer.
-    #[error("its chain has {depth} checkpoints already, and {max} are allowed")]
+    #[error("its chain already has {depth} checkpoints, at most {max} allowed")]
     TooDeep {
         /// Checkpoints of its chain.
         depth: u32,
@@ -137,7 +137,7 @@ pub enum ParentProblem {
     #[error("it has no tensor {0}")]
     NoTensor(u32),
     /// The tensor is of another type or shape there.
-    #[error("it has the tensor as {dtype} {shape:?}")]
+    #[error("its tensor has dtype {dtype} and shape {shape:?}")]
     OtherShape {
         /// Its type there.
         dtype: DType,
@@ -145,7 +145,7 @@ pub enum ParentProblem {
         shape: Vec<u64>,
     },
     /// Values kept in memory differ from the checkpoint's.
-    #[error("the values kept in memory are not the checkpoint's (chunk {chunk})")]
+    #[error("the values kept in memory differ from the checkpoint (chunk {chunk})")]
     Changed {
         /// Number of the first chunk that differs.
         chunk: u64,

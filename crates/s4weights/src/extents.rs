@@ -33,7 +33,7 @@ impl Extents {
                 continue;
             }
             let overlaps = || {
-                let e = Error::corrupt("chunk lies in the bytes of another");
+                let e = Error::corrupt("chunk overlaps another chunk");
                 e.in_part("chunk table").in_chunk(number as u64)
             };
             let end = r.offset.saturating_add(r.len.into());

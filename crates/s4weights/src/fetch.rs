@@ -178,7 +178,8 @@ impl Reader {
             let (late, mut now): (Vec<_>, Vec<_>) = rest.into_iter().partition(is_late);
             if now.is_empty() && !late.is_empty() {
                 // Inputs form no cycle, so some tensor is always ready.
-                let e = s4_format::Error::corrupt("tensors are predicted from each other");
+                let e =
+                    s4_format::Error::corrupt("tensors are predicted from each other in a cycle");
                 return Err(e.in_tensor(self.label(late[0].tensor))).at(&self.name);
             }
             let given = done.iter().filter(|w| self.is_whole(w));
@@ -222,7 +223,7 @@ impl Reader {
         spans.into_iter().try_for_each(|span| self.run_span(span, &blocks, idle, &mut |_| Ok(())))
     }
 
-    /// The tensors whose chunks hold what is wanted.
+    /// The tensors whose chunks hold wanted bytes.
     pub(crate) fn hosts(&self, wants: &[Want<'_>]) -> Vec<usize> {
         let mut hosts: Vec<usize> = wants.iter().map(|w| self.host(w.tensor)).collect();
         hosts.sort_unstable();

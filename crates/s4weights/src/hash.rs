@@ -19,7 +19,7 @@ pub(crate) struct TreeHasher {
     /// Chaining values of the complete subtrees before the open one, merged as far as possible: one
     /// for each bit that is set in `count`, the largest first.
     complete: Vec<ChainingValue>,
-    /// How many subtrees are complete.
+    /// Number of subtrees that are complete.
     count: u64,
     /// The last subtree, which is open until more bytes follow it: the last one of all is hashed differently.
     open: Box<blake3::Hasher>,

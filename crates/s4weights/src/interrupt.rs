@@ -9,7 +9,7 @@ use tokio::runtime::Runtime;
 
 use crate::error::{Error, Result};
 
-/// How often a thread that waits looks at the flag.
+/// The interval at which a waiting thread looks at the flag.
 pub(crate) const POLL: Duration = Duration::from_millis(50);
 
 thread_local! {

@@ -31,14 +31,14 @@ const LOOKED_AT: usize = 256;
 #[cfg(feature = "cuda")]
 const FETCHED: u64 = 1 << 20;
 
-/// Where values are: the number of a device, or `None` for the host.
+/// The place of values: the number of a device, or `None` for the host.
 type Place = Option<u32>;
 
 fn place(t: &TensorValues<'_>) -> Place {
     t.values.memory().map(|m| m.ordinal())
 }
 
-/// How many tensors on devices are planned together: at first, when nothing else can be done
+/// Number of tensors on devices that are planned together: at first, when nothing else can be done
 /// meanwhile, and at most. With many tensors planning takes as long as encoding.
 const PLANNED: (usize, usize) = (256, 2048);
 

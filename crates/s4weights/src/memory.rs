@@ -39,10 +39,10 @@ pub struct Compressed {
     chunks: Vec<(ChunkRecord, Vec<u8>)>,
 }
 
-/// How to work on a tensor in memory.
+/// Options for work on a tensor in memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MemoryOptions {
-    /// How much effort goes into making it smaller.
+    /// The effort to make it smaller.
     pub preset: Preset,
     /// Threads; `None`: as many as the machine has cores.
     pub threads: Option<usize>,
@@ -59,7 +59,7 @@ impl TensorCodec {
     /// `Argument` if an option is invalid, `Io` if threads cannot be started.
     pub fn new(options: MemoryOptions) -> Result<Self> {
         if options.preset == Preset::Nvcomp {
-            return Err(Error::Argument("preset `nvcomp` is for files".into()));
+            return Err(Error::Argument("preset `nvcomp` is only for files".into()));
         }
         Ok(Self {
             engine: CpuEngine::new(simd(options.simd)?),
@@ -121,7 +121,10 @@ impl TensorCodec {
         let size = tensor.dtype.value_width() << tensor.chunk_log2;
         let elements: u64 = tensor.shape.iter().product();
         if elements * tensor.dtype.size() as u64 != dst.len() as u64 {
-            return Err(Error::Argument(format!("buffer of {} bytes", dst.len())));
+            return Err(Error::Argument(format!(
+                "buffer of {} bytes does not fit the tensor",
+                dst.len()
+            )));
         }
         let decode = |(chunk, to): (usize, &mut [u8])| {
             self.with(|scratch| tensor.decode_chunk(&self.engine, chunk, scratch, to))

@@ -119,7 +119,8 @@ impl MemoryObjects {
 
 impl ObjectSource for MemoryObjects {
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
-        let outside = || Error::Argument(format!("bytes {range:?} of object {number} in memory"));
+        let outside =
+            || Error::Argument(format!("bytes {range:?} of object {number} are not in memory"));
         let parts = self.parts(number, range.clone()).ok_or_else(outside)?;
         Ok(parts.into_iter().collect::<PutPayload>().into())
     }
@@ -153,18 +154,22 @@ impl Reader {
         let damaged =
             |what: String| Err(s4_format::Error::corrupt(what).in_part("object")).at(&reader.name);
         if named.len() != objects.len() {
-            return damaged(format!("{} objects, the index names {}", objects.len(), named.len()));
+            return damaged(format!(
+                "{} objects, but the index names {}",
+                objects.len(),
+                named.len()
+            ));
         }
         for (n, (object, info)) in objects.iter().zip(named).enumerate() {
             if object.len() as u64 != info.bytes || Digest::of(object) != info.blake3 {
-                return damaged(format!("object {n} is not what the index names"));
+                return damaged(format!("object {n} does not match the index"));
             }
         }
         Ok(reader)
     }
 }
 
-/// How a checkpoint is cut into objects.
+/// Options for cutting a checkpoint into objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ObjectOptions {
     /// Most bytes of an object: 4 to 64 MiB. 32 MiB by default.
@@ -190,6 +195,9 @@ impl ObjectOptions {
         if Self::ALLOWED.contains(&self.bytes) {
             return Ok(self);
         }
-        Err(Error::Argument(format!("objects of {} bytes: 4 to 64 MiB are allowed", self.bytes)))
+        Err(Error::Argument(format!(
+            "object size of {} bytes is not allowed: use 4 to 64 MiB",
+            self.bytes
+        )))
     }
 }

@@ -54,7 +54,7 @@ pub const DEFAULT_MAX_CHAIN: u32 = 16;
 /// Options of a [`crate::Writer`].
 #[derive(Clone, Default)]
 pub struct WriteOptions {
-    /// How much effort goes into making tensors smaller.
+    /// The effort to make tensors smaller.
     pub preset: Preset,
     /// Threads that encode; `None`: as many as the machine has cores.
     pub threads: Option<usize>,
@@ -153,7 +153,7 @@ pub(crate) fn simd(asked: Option<Simd>) -> Result<Simd> {
     match asked {
         None => Ok(Simd::detect()),
         Some(s) if s.is_available() => Ok(s),
-        Some(s) => Err(Error::Argument(format!("this machine does not have {s} instructions"))),
+        Some(s) => Err(Error::Argument(format!("this machine does not support {s} instructions"))),
     }
 }
 

@@ -101,7 +101,7 @@ pub(crate) struct KeptMemory {
     pub(crate) engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
 }
 
-/// What happens to an object once it is stored.
+/// The treatment of an object once it is stored.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stay {
     No,
@@ -284,7 +284,7 @@ impl Output {
         }
     }
 
-    /// Where the next part of the index starts, in the file that holds it.
+    /// The offset of the next part of the index, in the file that holds it.
     pub(crate) fn offset(&self) -> u64 {
         match &self.to {
             To::File { offset, .. } => *offset,
@@ -362,7 +362,7 @@ impl Objects {
         }
         let number = self.done.len();
         if number == MAX_OBJECTS || group >= MAX_GROUPS {
-            let what = format!("object {number} of group {group}: more than are allowed");
+            let what = format!("object {number} of group {group}: too many objects or groups");
             return Err(Error::Argument(what));
         }
         self.done.push(None);
@@ -390,7 +390,7 @@ impl Objects {
     /// Hands hashed objects to the sink; waits for hashes while more than `ahead` objects are
     /// pending.
     fn hand_on_hashed(&mut self, ahead: usize) -> Result<()> {
-        let stopped = |e| Error::io("threads", "hash on", std::io::Error::other(e));
+        let stopped = |e| Error::io("threads", "continue hashing", std::io::Error::other(e));
         while let Some(first) = self.hashing.front() {
             let (open, blake3) = match first.try_recv() {
                 Ok(hashed) => hashed,

@@ -5,7 +5,7 @@ use s4_format::dtype::ElementForm;
 
 /// Tensors with fewer values are packed.
 pub(crate) const SMALL: u64 = 4096;
-/// What the tensors of one pack have in common: a table that suits one suits the others.
+/// The properties that the tensors of one pack have in common: a table that suits one suits the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Class {
     pub(crate) dtype: DType,

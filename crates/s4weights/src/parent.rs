@@ -36,7 +36,7 @@ pub struct ParentRange<'a> {
     pub tensor: u32,
     /// First byte within the tensor.
     pub first: u64,
-    /// Where they go.
+    /// The destination.
     pub to: &'a mut [u8],
 }
 
@@ -233,7 +233,8 @@ impl MemoryParent {
     fn insert(&mut self, name: &str, values: Bytes, held: fn(Bytes) -> Held) -> Result<()> {
         let Some(tensor) = self.snapshot.tensors.get(name) else { return Ok(()) };
         if values.len() as u64 != tensor.bytes {
-            let what = format!("tensor `{name}`: {} of {} bytes", values.len(), tensor.bytes);
+            let what =
+                format!("tensor `{name}`: got {} bytes, expected {}", values.len(), tensor.bytes);
             return Err(Error::Argument(what));
         }
         self.held.insert(tensor.number, (name.to_owned(), held(values)));
@@ -249,7 +250,8 @@ impl MemoryParent {
         let snapshot = Arc::clone(&self.snapshot);
         let Some(tensor) = snapshot.tensors.get(name) else { return Ok(false) };
         if values.len() as u64 != tensor.bytes {
-            let what = format!("tensor `{name}`: {} of {} bytes", values.len(), tensor.bytes);
+            let what =
+                format!("tensor `{name}`: got {} bytes, expected {}", values.len(), tensor.bytes);
             return Err(Error::Argument(what));
         }
         let foreign = tensor.chunk_log2 != s4_engine::chunk_log2(tensor.dtype);
@@ -299,7 +301,7 @@ impl MemoryParent {
         }
     }
 
-    /// What is known of a held tensor, and the offset of its byte `first`, after checking that it
+    /// The known facts about a held tensor, and the offset of its byte `first`, after checking that it
     /// has `len` bytes from there on.
     fn place(
         &self,
@@ -315,7 +317,7 @@ impl MemoryParent {
         let bytes = known.bytes as usize;
         let first = usize::try_from(first).ok();
         let first = first.filter(|f| f.checked_add(len).is_some_and(|end| end <= bytes));
-        let outside = || Error::Argument(format!("tensor `{name}`: a range beyond its end"));
+        let outside = || Error::Argument(format!("tensor `{name}`: range extends past its end"));
         Ok((known, first.ok_or_else(outside)?))
     }
 

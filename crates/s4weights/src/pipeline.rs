@@ -193,7 +193,7 @@ impl Writer {
         })
     }
 
-    /// How many threads encode. With preset `nvcomp` they wait for the device, which is fast only
+    /// Number of threads that encode. With preset `nvcomp` they wait for the device, which is fast only
     /// with many requests pending.
     fn encoding_threads(&self, on_device: bool) -> usize {
         let threads = thread_count(self.options.threads);
@@ -210,7 +210,7 @@ impl Writer {
         self.options.memory.unwrap_or(256 << 20)
     }
 
-    /// How many chunks are encoded at the same time.
+    /// Number of chunks that are encoded at the same time.
     fn window(&self, parent: Option<&dyn Parent>, threads: usize) -> usize {
         let behind = if self.out.is_behind() { Behind::BUFFERS } else { 0 };
         let memory = self.memory().saturating_sub(behind);

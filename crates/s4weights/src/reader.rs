@@ -52,7 +52,7 @@ pub struct Reader {
     pub(crate) options: ReadOptions,
     /// Numbers of the tensors that the caller sees, in the order of names.
     by_name: Vec<u32>,
-    /// How many tensors the caller sees; packs follow them.
+    /// Number of tensors that the caller sees; packs follow them.
     named: usize,
     blocks: Mutex<Blocks>,
     /// The parent, once it is known.
@@ -129,7 +129,7 @@ impl Reader {
         let table = known.section(&manifest.tensors.section, "tensor table")?;
         let tensors = index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
         if tensors.len() != manifest.tensors.count as usize {
-            let what = format!("{} tensors, {} expected", tensors.len(), manifest.tensors.count);
+            let what = format!("{} tensors, expected {}", tensors.len(), manifest.tensors.count);
             return Err(s4_format::Error::corrupt(what).in_part("tensor table")).at(&name);
         }
         let named = tensors.iter().take_while(|t| !t.name.is_empty()).count();
@@ -139,7 +139,7 @@ impl Reader {
         }
         let plan = |t: &Tensor| &manifest.plans[usize::from(t.plan)];
         if tensors[named..].iter().any(|t| !plan(t).inputs.is_empty()) {
-            let e = s4_format::Error::corrupt("a pack of small tensors is a difference");
+            let e = s4_format::Error::corrupt("a pack of small tensors is stored as a difference");
             return Err(e.in_part("tensor table")).at(&name);
         }
         let inputs = |t: usize| match tensors[t].kind {
@@ -268,7 +268,7 @@ impl Reader {
             || !(empty || end.is_some_and(|end| tensor.bytes().is_ok_and(|bytes| end <= bytes)))
         {
             return Err(Error::Argument(format!(
-                "{} bytes for part {:?} of an array of shape {shape:?}, elements of {item} bytes, at \
+                "{} bytes do not fit part {:?} of an array of shape {shape:?}, with elements of {item} bytes, at \
                  byte {offset} of tensor `{}`",
                 to.len(),
                 slice.0,
@@ -340,7 +340,7 @@ impl Reader {
         let first = first.map(|w| Want { tensor: w.tensor, first: w.first, to: &mut *w.to });
         match fetch(first.collect()) {
             Err(error) if self.objects.is_some() && error.is_mismatch() => {
-                tracing::debug!(%error, "reading once more");
+                tracing::debug!(%error, "mismatch: reading once more");
                 fetch(wants)
             }
             other => other,
@@ -468,7 +468,7 @@ impl Reader {
             return self.source.read_at(offset, buf);
         }
         let Some(objects) = &self.objects else {
-            let what = format!("{}: its chunks are in objects beside it", self.name);
+            let what = format!("{}: its chunks are in separate objects", self.name);
             return Err(Error::Argument(what));
         };
         if buf.is_empty() {
@@ -477,7 +477,10 @@ impl Reader {
         if objects.fill(number, offset, buf)? {
             return Ok(());
         }
-        let what = format!("object {number} lacks bytes {offset} to {}", offset + buf.len() as u64);
+        let what = format!(
+            "object {number} does not have bytes {offset} to {}",
+            offset + buf.len() as u64
+        );
         Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
     }
 
@@ -538,13 +541,13 @@ impl Known<'_> {
     fn section(&self, section: &Section, part: &'static str) -> Result<Vec<u8>> {
         let Section { offset, bytes, blake3 } = *section;
         if offset.checked_add(bytes).is_none_or(|end| end > self.source.len()) {
-            let e = s4_format::Error::truncated("section passes the end of the file");
+            let e = s4_format::Error::truncated("section extends past the end of the file");
             return Err(e.in_part(part)).at(self.name);
         }
         let mut out = vec![0; usize::try_from(bytes).unwrap_or(usize::MAX)];
         self.source.read_at(offset, &mut out)?;
         if Digest::of(&out) != blake3 {
-            let e = s4_format::Error::corrupt("hash differs");
+            let e = s4_format::Error::corrupt("hash mismatch");
             return Err(e.in_part(part)).at(self.name);
         }
         Ok(out)

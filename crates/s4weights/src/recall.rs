@@ -172,7 +172,7 @@ impl Recall {
         }
     }
 
-    /// Which set of choices a tensor uses.
+    /// The set of choices that a tensor uses.
     fn kind(&self, has_parent: bool) -> usize {
         usize::from(has_parent) + usize::from(has_parent && self.is_read_back)
     }

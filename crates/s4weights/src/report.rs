@@ -118,7 +118,7 @@ fn codec_name(codec: CodecId, param: u8) -> String {
 /// One plane of a tensor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PlaneReport {
-    /// What it holds.
+    /// The name of the plane.
     pub plane: String,
     /// Codecs of its streams.
     pub codecs: Vec<String>,
@@ -157,7 +157,7 @@ pub struct Inspection {
     pub writer: String,
     /// Preset that it was written with.
     pub preset: String,
-    /// How the saved object is described: `tensors`, `tree` or `pickle`.
+    /// The form of the saved object: `tensors`, `tree` or `pickle`.
     pub form: s4_format::manifest::Form,
     /// BLAKE3 of the manifest.
     pub digest: String,

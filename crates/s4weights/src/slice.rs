@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 /// A row-major array within the bytes of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ArrayView<'a> {
-    /// Where it starts, in bytes.
+    /// Offset of its start, in bytes.
     pub offset: u64,
     /// Bytes of an element.
     pub item: u64,

@@ -35,7 +35,7 @@ impl<J> Span<J> {
         (self.end - self.first) as usize
     }
 
-    /// Where a chunk's frame starts in the bytes that are read.
+    /// The offset of a chunk's frame in the bytes that are read.
     pub(crate) fn at(&self, record: &ChunkRecord) -> usize {
         (record.offset - self.first) as usize
     }

@@ -17,7 +17,7 @@ use crate::reader::Reader;
 use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_name};
 use crate::spans::Span;
 
-/// How many parts of an object are read in parallel. They are in memory together, and in the cache
+/// Number of parts of an object that are read in parallel. They are in memory together, and in the cache
 /// if they are local.
 const READS: usize = 4;
 /// Most bytes of such a part, whatever request size a source asks for: an object's claimed size is
@@ -81,7 +81,7 @@ impl Reader {
                 meter.add(0)?;
             }
             if Digest(*hasher.finalize().as_bytes()) != object.blake3 {
-                let e = s4_format::Error::corrupt("hash of the chunks' bytes differs");
+                let e = s4_format::Error::corrupt("hash mismatch in the chunks' bytes");
                 return Err(e.in_part("object")).at(&self.name);
             }
         }
@@ -112,7 +112,7 @@ impl Reader {
         }
     }
 
-    /// What is in the file. `planes`: also read the header of every chunk and add up its streams.
+    /// Describes the content of the file. `planes`: also read the header of every chunk and add up its streams.
     ///
     /// # Errors
     /// As reading.

@@ -119,10 +119,13 @@ impl Writer {
     fn check(&self, tensor: &TensorSource<'_>) -> Result<()> {
         let TensorSource { name, group, .. } = tensor;
         if *group >= MAX_GROUPS {
-            return Err(Error::Argument(format!("tensor `{name}` of group {group}")));
+            return Err(Error::Argument(format!(
+                "tensor `{name}` is in group {group}, but must be below {MAX_GROUPS}"
+            )));
         }
         if tensor.is_on_device() && !self.options.has_engine() {
-            let what = format!("tensor `{name}` is on a device, without an engine");
+            let what =
+                format!("tensor `{name}` is on a device, but no engine for devices was given");
             return Err(Error::Argument(what));
         }
         Ok(())

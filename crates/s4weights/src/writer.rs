@@ -29,7 +29,7 @@ use crate::recall::Recall;
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;
 
-/// How many tensors may be deltas or copies, each of which takes a plan: a manifest numbers plans
+/// The most tensors that may be deltas or copies, each of which takes a plan: a manifest numbers plans
 /// with 16 bits, and the last numbers are reserved for other tensors.
 pub(crate) const MAX_DELTAS: usize = 65_000;
 
@@ -66,11 +66,11 @@ pub struct Writer {
     pub(crate) blocks: Vec<(usize, Vec<u8>)>,
     /// Tensors so far that may be deltas or copies.
     deltas: usize,
-    /// How many may be: [`MAX_DELTAS`], or this rank's share of them.
+    /// The most that may be: [`MAX_DELTAS`], or this rank's share of them.
     pub(crate) max_deltas: usize,
     pub(crate) snapshot: HashMap<String, SnapshotTensor>,
     pub(crate) roles: Option<Arc<RoleTable>>,
-    /// What earlier saves noted about tensors, by name.
+    /// The notes of earlier saves about tensors, by name.
     pub(crate) recall: Option<Arc<Recall>>,
     /// The choices for tensors of this checkpoint, for similar ones that follow.
     pub(crate) alike: Arc<Alike>,
@@ -269,11 +269,13 @@ impl Writer {
         let bytes = tensor.bytes().map_err(|e| e.in_tensor(name)).at(&self.name)?;
         if bytes != len {
             return Err(Error::Argument(format!(
-                "tensor `{name}`: {len} bytes of data for shape {shape:?} of {dtype}, which has {bytes}"
+                "tensor `{name}`: got {len} bytes of data, but shape {shape:?} of {dtype} has {bytes}"
             )));
         }
         if name.is_empty() || self.names.insert(name.to_owned(), ()).is_some() {
-            return Err(Error::Argument(format!("tensor name `{name}` is empty or taken")));
+            return Err(Error::Argument(format!(
+                "tensor name `{name}` is empty or already in use"
+            )));
         }
         let values = tensor.values().at(&self.name)?;
         self.bytes_in += bytes;
@@ -371,7 +373,9 @@ impl Writer {
         let written = self.complete(contents)?;
         match written.index {
             None => Ok(written.report),
-            Some(_) => Err(Error::Argument("a checkpoint in objects has an index to keep".into())),
+            Some(_) => Err(Error::Argument(
+                "a checkpoint in objects has an index to keep: use `complete`".into(),
+            )),
         }
     }
 
@@ -382,7 +386,7 @@ impl Writer {
     /// then.
     pub fn complete(mut self, contents: Contents) -> Result<Written> {
         if self.failed {
-            let what = "writing tensors failed before, so that the checkpoint cannot be finished";
+            let what = "cannot finish the checkpoint, because writing tensors failed";
             return Err(Error::Argument(format!("{}: {what}", self.name)));
         }
         for pack in std::mem::take(&mut self.open_packs) {
@@ -391,7 +395,7 @@ impl Writer {
         let tensors = self.tensors.len() as u64;
         let mut objects = self.out.end_chunks()?;
         if !self.adopted.objects.is_empty() && !objects.is_empty() {
-            let what = "a writer that takes over tensors can write neither its own nor a file";
+            let what = "a writer that takes over tensors cannot write tensors of its own or a file";
             return Err(Error::Argument(what.into()));
         }
         let adopted_bytes = self.adopted.bytes();

@@ -210,7 +210,7 @@ fn small_text_does_not_become_large_maps() {
     ] {
         let (file, _) = craft().finish_with(|_| (), |json| json.replacen("\"form\"", &text, 1));
         let e = refused(bounded(&file, 0, open));
-        assert!(e.contains("more entries than are allowed"), "{what}: {e}");
+        assert!(e.contains("too many entries"), "{what}: {e}");
     }
 }
 
@@ -285,7 +285,7 @@ fn copies_of_tensors_with_larger_chunks_are_refused() {
     let refused_in = |file: &[u8], files: &Files, name: &str| {
         let reader = open_chain(files, file.to_vec()).unwrap();
         for e in [refused(reader.read(name)), refused(reader.verify())] {
-            assert!(e.contains("larger chunks than those of its copy"), "{e}");
+            assert!(e.contains("chunks are larger than those of its copy"), "{e}");
         }
     };
     let files = Files::default();

@@ -298,7 +298,7 @@ fn wrong_arguments_are_refused_by_name() {
     assert!(write("", &[2], &[0; 8]).contains("empty"));
     assert!(write("b", &[u64::MAX, 2], &[0; 8]).contains("`b`"));
     let e = writer.finish(Contents::default()).unwrap_err().to_string();
-    assert!(e.contains("writing tensors failed before"), "{e}");
+    assert!(e.contains("because writing tensors failed"), "{e}");
     assert_eq!("nvcomp".parse(), Ok(Preset::Nvcomp));
     assert!("best".parse::<Preset>().unwrap_err().contains("`balanced`"));
 }

@@ -466,7 +466,7 @@ fn no_moments(how: Told) {
         let e = refused(with(a, b));
         let text = e.to_string();
         assert!(
-            matches!(e, FormatError::Corrupt { .. }) && text.contains("not a moment"),
+            matches!(e, FormatError::Corrupt { .. }) && text.contains("not its moment"),
             "{text}"
         );
     }

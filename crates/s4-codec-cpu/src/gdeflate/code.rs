@@ -214,7 +214,7 @@ impl<const SIZE: usize> Decoder<SIZE> {
             entry => entry,
         };
         if entry.is_invalid() {
-            return Err(Error::corrupt("symbol without a meaning"));
+            return Err(Error::corrupt("invalid symbol"));
         }
         Ok(entry)
     }

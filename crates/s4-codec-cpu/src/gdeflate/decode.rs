@@ -23,7 +23,7 @@ pub(super) fn page(src: &[u8], dst: &mut [u8]) -> Result<()> {
     let mut fixed_codes = None;
     for number in 1.. {
         if number > MOST_BLOCKS {
-            return Err(Error::limit(format!("page of more than {MOST_BLOCKS} Deflate blocks")));
+            return Err(Error::limit(format!("page has more than {MOST_BLOCKS} Deflate blocks")));
         }
         let last = lanes.take(0, 1) == 1;
         let kind = lanes.take(0, 2);
@@ -44,7 +44,7 @@ pub(super) fn page(src: &[u8], dst: &mut [u8]) -> Result<()> {
                 let (litlen, offsets) = code_lengths(&mut lanes, &mut lengths)?;
                 coded(&mut lanes, &mut out, &codes(litlen, offsets)?)?;
             }
-            _ => return Err(Error::corrupt("block of kind 3")),
+            _ => return Err(Error::corrupt("invalid block type 3")),
         }
         if last {
             break;
@@ -52,10 +52,13 @@ pub(super) fn page(src: &[u8], dst: &mut [u8]) -> Result<()> {
     }
     let (written, wanted) = (out.pos, out.dst.len());
     if written != wanted {
-        return Err(Error::corrupt(format!("page of {written} bytes for {wanted}")));
+        return Err(Error::corrupt(format!("page decodes to {written} bytes, expected {wanted}")));
     }
     if lanes.at != src.len() {
-        return Err(Error::corrupt(format!("{} bytes after the page", src.len() - lanes.at)));
+        return Err(Error::corrupt(format!(
+            "{} unexpected bytes after the page",
+            src.len() - lanes.at
+        )));
     }
     Ok(())
 }
@@ -86,7 +89,7 @@ impl<'a> Lanes<'a> {
 
     #[inline(always)]
     fn skip(&mut self, lane: usize, bits: u32) {
-        debug_assert!(bits <= self.held[lane], "a step takes more than it may");
+        debug_assert!(bits <= self.held[lane], "step takes more bits than the lane holds");
         self.bits[lane] >>= bits;
         self.held[lane] -= bits;
     }
@@ -118,7 +121,7 @@ struct Output<'a> {
 
 #[cold]
 fn too_long(len: usize) -> Error {
-    Error::corrupt(format!("page longer than {len} bytes"))
+    Error::corrupt(format!("page decodes to more than {len} bytes"))
 }
 
 /// A stored block: bytes as they are, spread over the lanes.
@@ -160,7 +163,8 @@ fn code_lengths<'b>(
         let (value, times) = match entry.value() {
             16 => {
                 let before = done.checked_sub(1).map(|i| lengths[i]);
-                let before = before.ok_or_else(|| Error::corrupt("nothing to repeat"))?;
+                let before =
+                    before.ok_or_else(|| Error::corrupt("no codeword length to repeat"))?;
                 (before, 3 + lanes.take(lane, 2))
             }
             17 => (0, 3 + lanes.take(lane, 3)),
@@ -186,7 +190,7 @@ struct Deferred {
 /// The codes with these codeword lengths.
 fn codes(litlen: &[u8], offsets: &[u8]) -> Result<Codes> {
     if litlen[END] == 0 {
-        return Err(Error::corrupt("block that cannot end"));
+        return Err(Error::corrupt("block has no end-of-block code"));
     }
     Ok((LitLen::new(litlen, CodeEntry::litlen)?, Offsets::new(offsets, CodeEntry::offset)?))
 }
@@ -280,9 +284,11 @@ impl Deferred {
         let entry = offsets.find(lanes.bits[lane])?;
         lanes.skip(lane, entry.bits());
         let offset = (entry.value() + lanes.take(lane, entry.extra())) as usize;
-        let from = start
-            .checked_sub(offset)
-            .ok_or_else(|| Error::corrupt(format!("copy from {offset} bytes before {start}")))?;
+        let from = start.checked_sub(offset).ok_or_else(|| {
+            Error::corrupt(format!(
+                "copy offset {offset} points before the start of the page (position {start})"
+            ))
+        })?;
         if offset >= len {
             out.dst.copy_within(from..from + len, start);
         } else {

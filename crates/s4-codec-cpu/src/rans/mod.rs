@@ -92,15 +92,16 @@ impl Rans {
         dst: &mut [u8],
     ) -> Result<Encoded> {
         let count = u32::try_from(symbols.len())
-            .map_err(|_| Error::limit("rans stream of more than 2^32 - 1 symbols"))?;
+            .map_err(|_| Error::limit("rans stream has more than 2^32 - 1 symbols"))?;
         let precision = tables.list.first().map(Table::precision);
         let precision = precision.filter(|_| tables.list.len() <= MAX_TABLES);
         let precision = precision.filter(|&p| tables.list.iter().all(|t| t.precision() == p));
-        let precision = precision
-            .ok_or_else(|| Error::limit("number or precision of the tables of a rans stream"))?;
+        let precision = precision.ok_or_else(|| {
+            Error::limit("invalid number of rans tables, or tables of different precisions")
+        })?;
         check_contexts(contexts, symbols.len(), tables.list.len()).map_err(Error::limit)?;
         if !carry.is_empty() && carry.len() != self.carry_len(symbols.len()) {
-            return Err(Error::limit(format!("rans stream carrying {} bytes", carry.len())));
+            return Err(Error::limit(format!("rans stream cannot carry {} bytes", carry.len())));
         }
         let dst = need(dst, stream::bound(precision, self.segment_log2, symbols.len()))?;
         let (place, carries) = (tables.place, !carry.is_empty());
@@ -164,7 +165,8 @@ impl Rans {
                 let (words, rest) = rest.split_at_mut_checked(room)?;
                 Some((states, words, rest))
             });
-            let (states, words, rest) = split.ok_or_else(|| Error::limit("rans: no room"))?;
+            let (states, words, rest) =
+                split.ok_or_else(|| Error::limit("rans: output buffer is too small"))?;
             let mut carried = carry.get(i * CARRY_LEN..).unwrap_or_default().as_chunks().0.iter();
             let start = std::array::from_fn(|_| {
                 START | u32::from(carried.next().map_or(0, |word| u16::from_le_bytes(*word)))
@@ -186,7 +188,7 @@ fn check_contexts(contexts: &[u8], symbols: usize, tables: usize) -> Result<(), 
     }
     let largest = contexts.iter().fold(0, |a, &b| a.max(b));
     if usize::from(largest) >= tables {
-        return Err(format!("context {largest} for {tables} tables"));
+        return Err(format!("context {largest} does not exist: there are {tables} tables"));
     }
     Ok(())
 }
@@ -230,7 +232,9 @@ impl Codec for Rans {
         if carry.is_empty() {
             return Ok(());
         }
-        Err(Error::unsupported("rans stream that carries bytes of the next stream, on its own"))
+        Err(Error::unsupported(
+            "rans stream carries bytes of the next stream and cannot be decoded alone",
+        ))
     }
 
     fn decode_carrying(

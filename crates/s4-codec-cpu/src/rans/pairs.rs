@@ -117,7 +117,7 @@ impl<'a> SegmentDecoder<'a> {
 
 #[cold]
 fn no_block() -> Error {
-    Error::limit("rans: no room for a block")
+    Error::limit("rans: output buffer is too small for a block")
 }
 
 /// A decoder in one set of vector instructions.

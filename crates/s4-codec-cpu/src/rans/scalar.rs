@@ -71,7 +71,7 @@ impl Encoder {
                 *code = self.codes[usize::from(context)][usize::from(symbol)];
             }
             if codes.iter().any(|code| code.freq == 0) {
-                return Err(Error::unsupported("a symbol that its table lacks, and no escape"));
+                return Err(Error::unsupported("symbol is not in its table, which has no escape"));
             }
             let mut marks = [0; LANES];
             for (marks, codes) in marks.iter_mut().zip(codes.as_chunks::<RUN>().0) {
@@ -309,7 +309,7 @@ pub(super) fn decode_escapes(
 }
 
 fn too_few() -> Error {
-    Error::corrupt("rans segment with too few words")
+    Error::corrupt("rans segment has too few words")
 }
 
 /// Gives a word to every lane whose state is below 2^16. Branch-free, because it is unpredictable
@@ -337,7 +337,7 @@ pub(super) fn check_end(x: &[u32; LANES], left: usize) -> Result<Carry> {
         return Err(Error::corrupt("rans states do not end where they started"));
     }
     if left != 0 {
-        return Err(Error::corrupt(format!("{left} words left in a rans segment")));
+        return Err(Error::corrupt(format!("{left} unused words in a rans segment")));
     }
     let mut carry = [0; CARRY_LEN];
     for (bytes, x) in carry.as_chunks_mut::<2>().0.iter_mut().zip(x) {

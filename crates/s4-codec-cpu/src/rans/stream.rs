@@ -165,12 +165,12 @@ impl<'a> Stream<'a> {
         src: &'a [u8],
         symbols: usize,
     ) -> Result<Self> {
-        let cut = || Error::truncated("the head of a rans stream");
+        let cut = || Error::truncated("rans stream ends before its first segment");
         let (head, mut rest) = src.split_first_chunk::<HEADER_LEN>().ok_or_else(cut)?;
         let [n0, n1, n2, n3, lanes_log2, segment_log2, count, flags] = *head;
         let n = u32::from_le_bytes([n0, n1, n2, n3]);
         if n as usize != symbols {
-            return Err(Error::corrupt(format!("rans stream of {n} symbols for {symbols}")));
+            return Err(Error::corrupt(format!("rans stream has {n} symbols, expected {symbols}")));
         }
         if lanes_log2 != LANES_LOG2
             || !(12..=LONG_SEGMENT_LOG2).contains(&segment_log2)
@@ -185,7 +185,10 @@ impl<'a> Stream<'a> {
         if flags & 1 == 1 {
             tables = parse_tables(precision, shared)?;
             if tables.len() != usize::from(count) {
-                return Err(Error::corrupt(format!("{} of {count} shared tables", tables.len())));
+                return Err(Error::corrupt(format!(
+                    "{} shared tables, expected {count}",
+                    tables.len()
+                )));
             }
         } else {
             tables = Vec::with_capacity(count.into());
@@ -218,10 +221,13 @@ impl<'a> Stream<'a> {
         }
         let len = self.src.len() as u64;
         if len < end {
-            return Err(Error::truncated(format!("{len} of {end} bytes of a rans stream")));
+            return Err(Error::truncated(format!("rans stream has {len} bytes, expected {end}")));
         }
         if len > end {
-            return Err(Error::corrupt(format!("{} bytes after a rans stream", len - end)));
+            return Err(Error::corrupt(format!(
+                "{} unexpected bytes after the rans stream",
+                len - end
+            )));
         }
         Ok(())
     }

@@ -81,15 +81,23 @@ impl Table {
         let mut sum = 0;
         for entry in entries {
             if std::mem::replace(&mut seen[usize::from(entry.symbol)], true) {
-                return Err(Error::corrupt(format!("symbol {} twice in a table", entry.symbol)));
+                return Err(Error::corrupt(format!(
+                    "symbol {} appears twice in a frequency table",
+                    entry.symbol
+                )));
             }
             if entry.freq == 0 || entry.freq > max_freq {
-                return Err(Error::corrupt(format!("frequency {} in a table", entry.freq)));
+                return Err(Error::corrupt(format!(
+                    "invalid frequency {} in a frequency table",
+                    entry.freq
+                )));
             }
             sum += u32::from(entry.freq);
         }
         if sum > total {
-            return Err(Error::corrupt(format!("frequencies add up to {sum} instead of {total}")));
+            return Err(Error::corrupt(format!(
+                "frequencies add up to {sum}, at most {total} allowed"
+            )));
         }
         Ok(Self::of_valid(precision, entries))
     }
@@ -112,12 +120,14 @@ impl Table {
     /// # Errors
     /// `Truncated` if `src` ends within it; `Corrupt` if it is not a table.
     pub fn parse(precision: Precision, src: &[u8]) -> Result<(Self, usize)> {
-        let cut = || Error::truncated("a table of frequencies");
+        let cut = || Error::truncated("frequency table ends early");
         let ([c0, c1, e0, e1], rest) = src.split_first_chunk::<4>().ok_or_else(cut)?;
         let count = usize::from(u16::from_le_bytes([*c0, *c1]));
         let escape = u16::from_le_bytes([*e0, *e1]);
         if count > 256 {
-            return Err(Error::corrupt(format!("table of {count} symbols")));
+            return Err(Error::corrupt(format!(
+                "frequency table has {count} symbols, at most 256 allowed"
+            )));
         }
         let freq_len = precision.freq_len();
         let (symbols, rest) = rest.split_at_checked(count).ok_or_else(cut)?;
@@ -131,7 +141,7 @@ impl Table {
         let table = Self::new(precision, &entries[..count])?;
         if table.escape != escape {
             return Err(Error::corrupt(format!(
-                "escape of frequency {escape} instead of {}",
+                "escape has frequency {escape}, expected {}",
                 table.escape
             )));
         }
@@ -229,7 +239,7 @@ pub fn parse_tables(precision: Precision, mut src: &[u8]) -> Result<Vec<Table>> 
 /// Checks the number of tables of a stream.
 pub(crate) fn check_tables(count: usize) -> Result<()> {
     if !(1..=MAX_TABLES).contains(&count) {
-        return Err(Error::corrupt(format!("{count} tables instead of 1 to {MAX_TABLES}")));
+        return Err(Error::corrupt(format!("{count} tables, 1 to {MAX_TABLES} allowed")));
     }
     Ok(())
 }

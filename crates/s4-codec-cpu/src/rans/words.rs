@@ -87,7 +87,7 @@ impl Words {
     #[inline]
     pub(super) fn check(&self) -> Result<()> {
         if self.next > self.end {
-            return Err(Error::corrupt("rans segment with too few words"));
+            return Err(Error::corrupt("rans segment has too few words"));
         }
         Ok(())
     }

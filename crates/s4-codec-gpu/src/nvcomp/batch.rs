@@ -337,16 +337,18 @@ fn check(
     room: usize,
 ) -> Result<usize> {
     if status != Status::SUCCESS {
-        return Err(Error::corrupt(format!("nvCOMP, `{id}`, block {number}: {status}")));
+        return Err(Error::corrupt(format!(
+            "nvCOMP failed on block {number} of codec `{id}`: {status}"
+        )));
     }
     match (direction, usize::try_from(size)) {
         (Direction::Encode, Ok(size)) if size > 0 && size <= room => Ok(size),
-        (Direction::Encode, _) => {
-            Err(Error::unsupported(format!("nvCOMP gave a block of {size} bytes (`{id}`)")))
-        }
+        (Direction::Encode, _) => Err(Error::unsupported(format!(
+            "nvCOMP returned a block of {size} bytes for codec `{id}`"
+        ))),
         (Direction::Decode, Ok(size)) if size == room => Ok(size),
         (Direction::Decode, _) => {
-            Err(Error::corrupt(format!("block {number}: {size} bytes decoded, {room} expected")))
+            Err(Error::corrupt(format!("block {number} decodes to {size} bytes, expected {room}")))
         }
     }
 }

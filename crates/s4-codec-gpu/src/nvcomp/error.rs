@@ -17,7 +17,7 @@ pub enum Error {
         param: u8,
     },
     /// A batch that the codec does not take.
-    #[error("codec `{codec}`: blocks of up to {max_block} bytes, {limit} is the most")]
+    #[error("codec `{codec}`: blocks of up to {max_block} bytes, at most {limit} allowed")]
     Block {
         /// The bitstream.
         codec: CodecId,

@@ -27,7 +27,7 @@ const SCRATCH: u64 = 256 << 20;
 /// Device memory of one call, in bytes; a plane that needs more is coded separately.
 const EACH: usize = SCRATCH as usize / LANES - (4 << 20);
 
-/// Why planes cannot be coded on a GPU here.
+/// The reason that planes cannot be coded on a GPU here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HostError {
     /// There is no CUDA, or it failed.
@@ -259,7 +259,9 @@ impl Codec for HostEncoder {
         }
         if !src.len().is_multiple_of(self.codec.unit()) {
             let (id, unit, len) = (self.codec.id(), self.codec.unit(), src.len());
-            return Err(Error::limit(format!("{len} bytes for `{id}`, in units of {unit}")));
+            return Err(Error::limit(format!(
+                "codec `{id}`: {len} bytes are not a multiple of its unit of {unit} bytes"
+            )));
         }
         let room = self.codec.bound(block)?;
         let blocks = (0..src.len()).step_by(block);
@@ -277,7 +279,10 @@ impl Codec for HostEncoder {
                 let coded = coded.next().unwrap_or_default();
                 let to = to.get_mut(..coded.len());
                 let to = to.ok_or_else(|| {
-                    Error::limit(format!("no room for a block of {} bytes", coded.len()))
+                    Error::limit(format!(
+                        "output buffer is too small for a block of {} bytes",
+                        coded.len()
+                    ))
                 })?;
                 to.copy_from_slice(&coded);
                 Ok(coded.len())
@@ -342,8 +347,12 @@ impl Codec for HostDecoder {
     ) -> Result<()> {
         let codec = self.reader(ctx.param)?;
         if !dst.len().is_multiple_of(codec.unit()) {
-            let what =
-                format!("`{}` of {} bytes, in units of {}", self.id, dst.len(), codec.unit());
+            let what = format!(
+                "codec `{}`: {} bytes are not a multiple of its unit of {} bytes",
+                self.id,
+                dst.len(),
+                codec.unit()
+            );
             return Err(Error::corrupt(what));
         }
         let blocks = Blocks::parse(src, dst.len(), codec.block())?;

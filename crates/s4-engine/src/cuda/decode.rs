@@ -98,7 +98,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
 
     fn queue(&mut self, ordinal: u32) -> Result<&mut DecodeQueue<'s, 'a>> {
         self.queues.get_mut(&ordinal).ok_or_else(|| {
-            let what = format!("values for CUDA device {ordinal}, which this decoder does not use");
+            let what = format!("this decoder does not use CUDA device {ordinal}");
             GpuError::Argument(what).into()
         })
     }
@@ -122,7 +122,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
         match self.undone()?.first() {
             None => Ok(()),
             Some(&tensor) => {
-                let what = "differences that the device does not decode";
+                let what = "the device cannot decode these differences";
                 Err(s4_format::Error::unsupported(what)).of(tensor)
             }
         }
@@ -183,7 +183,7 @@ impl<'a> Busy<'a> {
 /// The library's answers for a call's blocks, once they have arrived.
 pub(super) struct Answers {
     pub(super) id: CodecId,
-    /// Where sizes and statuses lie in the slot's memory for descriptors.
+    /// The place of sizes and statuses in the slot's memory for descriptors.
     pub(super) at: usize,
     pub(super) expected: Vec<u64>,
     pub(super) jobs: Vec<usize>,
@@ -463,7 +463,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             // The CPU reports the error, or can do what the kernels cannot.
             self.decode_on_host(&busy.frames, job)?;
             if matches!(found, status::FRAME_CHECKSUM | status::VALUE_CHECKSUM) {
-                let what = "the device found a wrong checksum where the CPU found a right one";
+                let what = "checksum mismatch on the device, but not on the CPU";
                 return Err(s4_format::Error::corrupt(what).in_chunk(job.chunk)).of(job.tensor);
             }
         }

@@ -681,6 +681,6 @@ pub(super) fn bad_answer(device: u32) -> GpuError {
     GpuError::Driver {
         device,
         action: "encode",
-        reason: "the kernels' answer names bytes outside their memory".into(),
+        reason: "the kernels' result refers to bytes outside their memory".into(),
     }
 }

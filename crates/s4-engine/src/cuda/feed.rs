@@ -23,7 +23,8 @@ impl<'a> Decoder<'_, 'a> {
     /// As [`Decoder::push`]; `Argument` if the batch is not within the memory.
     pub fn push_pinned(&mut self, batch: Batch<'a>, from: &Arc<Pinned>, at: usize) -> Result<()> {
         if at.checked_add(batch.len).is_none_or(|end| end > from.len()) {
-            let what = format!("{} bytes from {at} of {} pinned ones", batch.len, from.len());
+            let what =
+                format!("{} bytes at {at} are outside the {} pinned bytes", batch.len, from.len());
             return Err(s4_codec_gpu::GpuError::Argument(what).into());
         }
         let mut filled = self.take(batch)?;

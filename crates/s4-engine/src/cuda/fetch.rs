@@ -169,7 +169,7 @@ pub(super) fn run<E: From<CudaError>>(
             most = sizes.frames;
         }
         if !room(&batch, sizes.frames) {
-            let (what, budget) = ("an item to be fetched", sizes.frames);
+            let (what, budget) = ("an item to fetch", sizes.frames);
             return Err(CudaError::from(GpuError::Budget { what, needed: bytes, budget }).into());
         }
         add(&mut batch, sessions, number, rows);

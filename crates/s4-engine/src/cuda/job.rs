@@ -125,7 +125,7 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
     for job in jobs {
         let end = job.at.checked_add(job.record.len as usize);
         if end.is_none_or(|end| end > len) {
-            return Err(s4_format::Error::truncated("frame exceeds the bytes that were read")
+            return Err(s4_format::Error::truncated("frame extends past the bytes that were read")
                 .in_chunk(job.chunk))
             .of(job.tensor);
         }
@@ -141,7 +141,10 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
         let input = job.input.is_none_or(|m| m.ordinal() == ordinal && of_input == Some(m.bytes()));
         let moments = job.moments.is_none_or(|m| has_moments(job, m, ordinal));
         if !whole || !input || !moments || !job.pieces.iter().all(inside) {
-            let what = format!("pieces of a chunk of {} bytes for device {ordinal}", job.bytes);
+            let what = format!(
+                "invalid pieces, input or moments for a chunk of {} bytes on device {ordinal}",
+                job.bytes
+            );
             return Err(GpuError::Argument(what).into());
         }
     }

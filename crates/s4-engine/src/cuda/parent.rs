@@ -212,7 +212,10 @@ impl<'a> Levels<'a> {
 pub(super) fn check(parent: &Input<'_>, ordinal: u32, bytes: u64) -> Result<()> {
     let found = match parent {
         Input::Device(m) | Input::Stored { values: m, .. } if m.ordinal() != ordinal => {
-            let what = format!("a parent on device {} for a chunk on {ordinal}", m.ordinal());
+            let what = format!(
+                "the parent is on device {}, but the chunk is on device {ordinal}",
+                m.ordinal()
+            );
             return Err(GpuError::Argument(what).into());
         }
         Input::Device(m) | Input::Stored { values: m, .. } => m.bytes(),
@@ -223,7 +226,7 @@ pub(super) fn check(parent: &Input<'_>, ordinal: u32, bytes: u64) -> Result<()> 
     if found == bytes {
         return Ok(());
     }
-    let what = format!("{found} bytes of a parent for a chunk of {bytes} bytes");
+    let what = format!("parent has {found} bytes, expected {bytes}");
     Err(GpuError::Argument(what).into())
 }
 

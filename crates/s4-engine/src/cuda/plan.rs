@@ -333,6 +333,6 @@ fn rows_of<E>(given: &Given<'_, E>, tensor: usize, grid: Option<&Grid>) -> Resul
 
 /// The device memory that a tensor is in.
 pub(super) fn device_memory(t: &TensorValues<'_>) -> Result<DeviceMemory> {
-    let on_host = || GpuError::Argument("values in host memory, for a CUDA device".into());
+    let on_host = || GpuError::Argument("values are in host memory, not on a CUDA device".into());
     Ok(t.values.memory().ok_or_else(on_host)?)
 }

@@ -251,7 +251,8 @@ fn by_moments(plan: &Plan, dtype: DType, side: &Side, one_table: u8) -> Result<O
     let Some(by) = MomentUse::of(plan, side)? else { return Ok(None) };
     let (first, second) = by.dtypes();
     let type_of = |dtype| {
-        let what = || Error::corrupt(format!("values from moments of dtype {dtype}"));
+        let what =
+            || Error::corrupt(format!("values cannot be predicted from moments of dtype {dtype}"));
         float(dtype).ok_or_else(what)
     };
     let second = second.map_or(Ok(abi::float::NONE), type_of)?;

@@ -124,7 +124,9 @@ impl Stager {
         let own = self.device.ordinal();
         if let Some(m) = memory.iter().find(|m| m.ordinal() != own) {
             let is = m.ordinal();
-            return Err(GpuError::Argument(format!("memory of CUDA device {is} on device {own}")));
+            return Err(GpuError::Argument(format!(
+                "memory is on CUDA device {is}, expected device {own}"
+            )));
         }
         self.device.check_pointers(memory.iter().map(|m| (m.address(), m.bytes())))
     }

@@ -45,7 +45,7 @@ impl CpuEngine {
     ) -> Result<TensorPlan> {
         if sample.values.len() != parent.values.len() {
             return Err(Error::corrupt(format!(
-                "a sample of {} bytes and {} of its parent",
+                "sample has {} bytes, but its parent's sample has {}",
                 sample.values.len(),
                 parent.values.len()
             )));

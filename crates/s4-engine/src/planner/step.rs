@@ -128,7 +128,7 @@ impl CpuEngine {
         for (to, (dtype, values)) in floats.iter_mut().zip(given) {
             let Some(bits) = float_bits(dtype) else { return Ok(None) };
             if values.len() != n * bits.width().bytes() {
-                return Err(Error::corrupt("a sample of other values than its moments'"));
+                return Err(Error::corrupt("sample and moments differ in number of values"));
             }
             to.resize(n, 0.0);
             self.kernels.to_floats(bits, values, to);

@@ -83,7 +83,7 @@ impl CpuEngine {
         for (sizes, (dtype, values)) in sizes.iter_mut().zip(given) {
             let Some(bits) = float_bits(dtype) else { continue };
             if values.len() != sizes.len() * bits.width().bytes() {
-                return Err(Error::corrupt("a sample of other values than its moments'"));
+                return Err(Error::corrupt("sample and moments differ in number of values"));
             }
             self.kernels.float_sizes(bits, values, sizes);
         }

@@ -427,7 +427,7 @@ fn parents_that_are_damaged_or_missing_are_errors() {
     parents.damaged = Some(1);
     let e = encode(&gpu, &engine, &parents, None).err().expect("refused");
     assert!(matches!(&e, CudaError::Format { tensor: 1, .. }), "{e}");
-    assert!(e.to_string().contains("checksum of the stored bytes"), "{e}");
+    assert!(e.to_string().contains("checksum mismatch in the stored bytes"), "{e}");
 
     let uploads: Vec<_> = lines.iter().map(|l| gpu.upload(&l.last().data, 0)).collect();
     let tensors: Vec<_> = lines.iter().zip(&uploads).map(|(l, u)| l.last().on(u)).collect();

@@ -138,7 +138,10 @@ pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
         + u128::from(grid.whole_rows()) * u128::from(grid.cols);
     let need = need * width.bytes() as u128;
     if values.len() as u128 != need {
-        return Err(Error::corrupt(format!("{} bytes for offsets from {need}", values.len())));
+        return Err(Error::corrupt(format!(
+            "cannot compute offsets from {} bytes of values, expected {need}",
+            values.len()
+        )));
     }
     let shift = shift_of(width);
     let sums = match width {

@@ -103,11 +103,13 @@ impl<'a> Offsets<'a> {
         let offsets = Self::parse(width, tensor.side.get(SideKind::OFFSETS))?;
         if (offsets.share != 0) != (predictor == PredictorId::BLEND) {
             let share = offsets.share;
-            return Err(Error::corrupt(format!("predictor `{predictor}` with a share of {share}")));
+            return Err(Error::corrupt(format!(
+                "invalid share {share} for predictor `{predictor}`"
+            )));
         }
         let values = tensor.shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
         if Some(offsets.values()) != values || tensor.dtype.size() != bytes {
-            return Err(Error::corrupt("offsets are for a different number of values"));
+            return Err(Error::corrupt("offsets do not match the number of values"));
         }
         Ok(offsets)
     }
@@ -119,7 +121,7 @@ impl<'a> Offsets<'a> {
     /// a number is out of its range.
     pub fn parse(width: Width, side: &'a [u8]) -> Result<Self> {
         let Some((header, offsets)) = side.split_first_chunk::<HEADER>() else {
-            return Err(Error::truncated("offsets without their header"));
+            return Err(Error::truncated("offsets end within their header"));
         };
         let [r0, r1, r2, r3, c0, c1, c2, c3, base @ .., shift, share, _, _, _, _, _, _] = *header;
         let (rows, cols) =
@@ -127,17 +129,19 @@ impl<'a> Offsets<'a> {
         check_sides(rows, cols)?;
         let (base, shift) = (u64::from_le_bytes(base), u32::from(shift));
         if shift >= width.bits() || base >> (width.bits() - 1) != 0 || header[18..] != [0; 6] {
-            return Err(Error::corrupt(format!("offsets with base {base} and shift {shift}")));
+            return Err(Error::corrupt(format!(
+                "invalid header of offsets (base {base}, shift {shift})"
+            )));
         }
         let need = 2 * (u64::from(rows) + u64::from(cols));
         let found = offsets.len() as u64;
         if found < need {
             return Err(Error::truncated(format!(
-                "offsets of {rows} rows and {cols} columns take {need} bytes, there are {found}"
+                "offsets of {rows} rows and {cols} columns need {need} bytes, found {found}"
             )));
         }
         if found > need {
-            let what = format!("{} bytes after the column offsets", found - need);
+            let what = format!("{} unexpected bytes after the column offsets", found - need);
             return Err(Error::corrupt(what));
         }
         let (row_offsets, col_offsets) = offsets.split_at(2 * rows as usize);
@@ -199,7 +203,7 @@ impl<'a> Offsets<'a> {
     ) -> Result<()> {
         if self.share != 0 && parent.len() != out.len() {
             let (own, others) = (out.len(), parent.len());
-            return Err(Error::corrupt(format!("the parent has {others} bytes instead of {own}")));
+            return Err(Error::corrupt(format!("parent has {others} bytes, expected {own}")));
         }
         self.check_range(start, out.len())?;
         let (bytes, cols) = (self.width.bytes(), self.cols() as u64);
@@ -232,12 +236,16 @@ impl<'a> Offsets<'a> {
 
     fn check_range(&self, start: u64, len: usize) -> Result<()> {
         if !len.is_multiple_of(self.width.bytes()) {
-            let what = format!("{len} bytes are not values of {}", self.width.bytes());
+            let what =
+                format!("{len} bytes are not a multiple of the value size {}", self.width.bytes());
             return Err(Error::corrupt(what));
         }
         let n = (len / self.width.bytes()) as u64;
         if start.checked_add(n).is_none_or(|end| end > self.values()) {
-            let what = format!("{n} values from {start} on, of {}", self.values());
+            let what = format!(
+                "range of {n} values at {start} exceeds the {} values of the offsets",
+                self.values()
+            );
             return Err(Error::corrupt(what));
         }
         Ok(())
@@ -269,7 +277,9 @@ fn to_offset(offset: i64) -> i16 {
 fn check_sides(rows: u32, cols: u32) -> Result<()> {
     let allowed = 1..=MAX_SIDE;
     if !allowed.contains(&rows) || !allowed.contains(&cols) {
-        return Err(Error::corrupt(format!("offsets of {rows} rows and {cols} columns")));
+        return Err(Error::corrupt(format!(
+            "offsets of {rows} rows and {cols} columns, 1 to {MAX_SIDE} of each allowed"
+        )));
     }
     Ok(())
 }

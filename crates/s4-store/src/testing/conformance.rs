@@ -21,7 +21,7 @@ type Outcome = Result<(), String>;
 /// Tests everything that a checkpoint store relies on, below `prefix`, which must be empty.
 ///
 /// # Errors
-/// What the store does not do, in words.
+/// The requirement that the store does not meet, in words.
 pub async fn conformance(store: Arc<dyn ObjectStore>, prefix: Path) -> Outcome {
     objects(store.as_ref(), &prefix.clone().join("objects")).await?;
     let rounds = create_race(&store, &prefix.clone().join("race"), 10, 16).await?;
@@ -60,11 +60,11 @@ async fn objects(store: &dyn ObjectStore, folder: &Path) -> Outcome {
         (0..100_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     store.put(&key, bytes.clone().into()).await.map_err(text)?;
     let whole = store.get(&key).await.map_err(text)?.bytes().await.map_err(text)?;
-    check(whole == bytes, "a read returns other bytes than were written")?;
+    check(whole == bytes, "a read returns different bytes than were written")?;
     let part = store.get_range(&key, 1_000..70_000).await.map_err(text)?;
-    check(part == bytes[1_000..70_000], "a range has other bytes")?;
+    check(part == bytes[1_000..70_000], "a range read returns wrong bytes")?;
     let meta = store.head(&key).await.map_err(text)?;
-    check(meta.size == 100_000, "a look-up returns another size")?;
+    check(meta.size == 100_000, "a look-up returns the wrong size")?;
     store.put(&key, "new".into()).await.map_err(text)?;
     let whole = store.get(&key).await.map_err(text)?.bytes().await.map_err(text)?;
     check(whole == "new", "a write does not replace, or a read is stale")?;
@@ -94,7 +94,7 @@ async fn objects(store: &dyn ObjectStore, folder: &Path) -> Outcome {
     check(keys(store, folder, None).await?.is_empty(), "deleted objects are listed")?;
     let gone = store.get(&key).await.err();
     let not_found = matches!(gone, Some(object_store::Error::NotFound { .. }));
-    check(not_found, "reading a deleted object is no `NotFound`")
+    check(not_found, "reading a deleted object does not return `NotFound`")
 }
 
 async fn keys(
@@ -132,7 +132,7 @@ async fn protocol(objects: &Arc<dyn ObjectStore>, prefix: Path) -> Outcome {
     let store = Store::open(&place, options).await.map_err(text)?;
     let listed = store.list().await.map_err(text)?;
     let ids: Vec<_> = listed.iter().map(|c| c.id()).collect();
-    check(ids == [rebased.id(), saved[3].id()], "another list after opening again")?;
+    check(ids == [rebased.id(), saved[3].id()], "the list differs after reopening")?;
     let state = store.state().await.map_err(text)?;
     for (checkpoint, content) in listed.iter().zip(&contents[2..]) {
         let chain = toy::chain(&state, checkpoint).map_err(text)?;

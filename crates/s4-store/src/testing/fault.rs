@@ -100,7 +100,7 @@ pub struct OpInfo {
 
 type Plan = Box<dyn FnMut(&OpInfo) -> Option<Fault> + Send>;
 
-/// How many of the last written objects a stale listing misses.
+/// Number of the last written objects that a stale listing misses.
 const STALE: usize = 4;
 
 #[derive(Default)]
@@ -111,7 +111,7 @@ struct Inside {
     dead: bool,
     /// Keys in the order in which they were last written, for stale listings.
     written: Vec<Path>,
-    /// When each object was written, by the clock of the runtime.
+    /// The time at which each object was written, by the clock of the runtime.
     times: HashMap<Path, DateTime<Utc>>,
     delays: Option<Random>,
     lateness: Option<(Random, Duration)>,
@@ -119,7 +119,7 @@ struct Inside {
     outlive: bool,
 }
 
-/// How late the effect of a request is unless a test says otherwise.
+/// The delay of a request's effect unless a test says otherwise.
 const LATE: Duration = Duration::from_secs(1);
 
 struct Shared {

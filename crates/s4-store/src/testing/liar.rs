@@ -17,7 +17,7 @@ use object_store::{
 
 use super::Random;
 
-/// How a store lies.
+/// The way a store lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lie {
     /// It ignores the condition and overwrites.
@@ -82,7 +82,7 @@ impl Liar {
         self.shared.honest.store(honest, Ordering::SeqCst);
     }
 
-    /// How many creates were carried out on objects that had been created before.
+    /// Number of creates that were carried out on objects that had been created before.
     #[must_use]
     pub fn overwritten(&self) -> u64 {
         self.shared.overwritten.load(Ordering::SeqCst)

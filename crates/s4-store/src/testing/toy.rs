@@ -13,7 +13,7 @@ use crate::store::Store;
 /// Contents are cut into objects of this many bytes.
 const OBJECT: usize = 16;
 
-/// What every manifest of the toy holds.
+/// The content of every manifest of the toy.
 const BLOB: &[u8] = b"toy";
 
 /// Saves `content`, as a delta if the parent is given with its content. All contents have one length.

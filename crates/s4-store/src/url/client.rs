@@ -92,8 +92,7 @@ impl Client {
     fn trust_only(&mut self, name: &str, path: &str) -> Result<()> {
         let wrong = |what: String| {
             Error::Argument(format!(
-                "storage option `{name}`: `true`, `false` or a PEM file of CA certificates is \
-                 expected; {path}: {what}"
+                "storage option `{name}`: expected `true`, `false` or a PEM file of CA certificates; {path}: {what}"
             ))
         };
         let mut pem = Vec::new();
@@ -103,7 +102,7 @@ impl Client {
             return Err(wrong("too large".into()));
         }
         let found = Certificate::from_pem_bundle(&pem).ok().filter(|found| !found.is_empty());
-        let found = found.ok_or_else(|| wrong("there is no certificate in it".into()))?;
+        let found = found.ok_or_else(|| wrong("it contains no certificate".into()))?;
         self.options = std::mem::take(&mut self.options).with_allow_invalid_certificates(false);
         self.roots = Some(found);
         Ok(())

@@ -50,7 +50,8 @@ impl Place {
         let Some((scheme, path)) = remote else {
             check_options(options)?;
             if parsed.scheme() == "file" {
-                let path = parsed.to_file_path().map_err(|()| bad("it names no local folder"))?;
+                let path =
+                    parsed.to_file_path().map_err(|()| bad("it does not name a local folder"))?;
                 return Ok(Self::folder(path));
             }
             let path = format!("{}{}", parsed.host_str().unwrap_or_default(), parsed.path());
@@ -94,7 +95,7 @@ fn parse(url: &str) -> Result<Option<Parsed>> {
         return match scheme.filter(|scheme| SCHEMES.contains(&&scheme[..])) {
             // As a path it would silently be a local folder.
             Some(scheme) => Err(bad(&format!(
-                "a URL has two slashes: {scheme}://...; ./{scheme}:... is a folder of that name"
+                "a URL needs two slashes: {scheme}://...; for a folder of that name, use ./{scheme}:..."
             ))),
             None => Ok(None),
         };
@@ -138,7 +139,7 @@ fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str
         ObjectStoreScheme::AmazonS3 => Remote::S3,
         ObjectStoreScheme::GoogleCloudStorage => Remote::Gcs,
         ObjectStoreScheme::MicrosoftAzure => Remote::Azure,
-        _ => return Err("no store can be kept there: use s3:, gs:, az: or file:"),
+        _ => return Err("a store cannot be kept there: use s3:, gs:, az: or file:"),
     };
     Ok(Some((remote, path)))
 }
@@ -147,12 +148,12 @@ fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str
 fn check_parts(url: &Url) -> std::result::Result<(), &'static str> {
     let container = url.scheme().starts_with("abfs");
     if url.password().is_some() || !(url.username().is_empty() || container) {
-        return Err("credentials in a URL are not used: pass them as storage options");
+        return Err("credentials in a URL are not supported: pass them as storage options");
     }
     if url.query().is_some() || url.fragment().is_some() {
         return Err(
-            "`?` and `#` in a URL are not used: in names they are written %3F and %23, and \
-                    what signs requests is a storage option",
+            "`?` and `#` are not supported in a URL: in names, write them as %3F and %23; pass signatures as \
+             storage options",
         );
     }
     Ok(())

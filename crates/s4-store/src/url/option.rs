@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 pub(super) fn bad(name: &str, expected: &str) -> Error {
-    Error::Argument(format!("storage option `{name}`: {expected} is expected"))
+    Error::Argument(format!("storage option `{name}`: expected {expected}"))
 }
 
 /// `true` or `false`, in the usual spellings.
@@ -49,7 +49,7 @@ pub(super) fn duration(name: &str, value: &str) -> Result<Duration> {
         Ok(seconds) => Duration::try_from_secs_f64(seconds).ok(),
         Err(_) => humantime::parse_duration(text).ok(),
     };
-    let expected = "a time of more than nothing and at most a day, such as `30`, `500ms` or `5m`,";
+    let expected = "a positive time of at most a day, such as `30`, `500ms` or `5m`";
     time.filter(|t| !t.is_zero() && *t <= LONGEST).ok_or_else(|| bad(name, expected))
 }
 
@@ -67,7 +67,7 @@ pub(super) fn word(name: &str, value: &str, allowed: &[&'static str]) -> Result<
 
 /// The address of a server.
 pub(super) fn address(name: &str, value: &str) -> Result<String> {
-    let wrong = || bad(name, "an address such as `https://host:port`, without user and query,");
+    let wrong = || bad(name, "an address such as `https://host:port`, without user and query");
     let url = Url::parse(value.trim()).map_err(|_| wrong())?;
     let plain = url.username().is_empty()
         && url.password().is_none()
@@ -83,10 +83,10 @@ pub(super) fn unknown(kind: &str, name: &str, known: &[&str]) -> Error {
     let near = known.iter().map(|k| (distance(&lower, k), k)).min();
     let meant = near.filter(|(d, k)| *d <= 1 + k.len() / 4).map(|(_, k)| k);
     let hint = meant.map(|k| format!("; did you mean `{k}`?")).unwrap_or_default();
-    Error::Argument(format!("storage option `{name}` is not known for {kind}{hint}"))
+    Error::Argument(format!("unknown storage option `{name}` for {kind}{hint}"))
 }
 
-/// How many letters must be changed, added, dropped or swapped to make one word of another.
+/// The number of letters to change, add, drop or swap to turn one word into the other.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().take(64).collect(), b.chars().collect());
     let mut before: Vec<usize> = vec![0; b.len() + 1];
@@ -154,8 +154,9 @@ mod tests {
             ("colour", None),
         ] {
             let error = unknown("S3", slip, &known).to_string();
-            let hint =
-                meant.map(|m| format!("did you mean `{m}`?")).unwrap_or("known for S3".into());
+            let hint = meant
+                .map(|m| format!("did you mean `{m}`?"))
+                .unwrap_or(format!("unknown storage option `{slip}` for S3"));
             assert!(error.ends_with(&hint), "{error}");
         }
     }

@@ -40,7 +40,7 @@ pub(super) fn load(name: Option<&str>, environment: &Environment) -> Result<Prof
         }
     }
     if wanted.is_some() && !found {
-        return Err(Error::Argument(format!("there is no AWS profile `{name}`, or it is empty")));
+        return Err(Error::Argument(format!("AWS profile `{name}` does not exist or is empty")));
     }
     Ok(Profile { name, named: wanted.is_some(), lines })
 }

@@ -283,7 +283,9 @@ impl Settings {
         use AmazonS3ConfigKey as K;
         let part = [("secret", K::SecretAccessKey), ("token", K::Token)];
         match part.into_iter().find(|(_, key)| self.has(key)) {
-            Some((name, _)) if !self.has_credentials() => Err(option::bad(name, "`key` beside it")),
+            Some((name, _)) if !self.has_credentials() => {
+                Err(option::bad(name, "`key` to be set as well"))
+            }
             _ => Ok(()),
         }
     }

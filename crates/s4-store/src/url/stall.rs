@@ -19,9 +19,9 @@ use object_store::client::{
 use object_store::{ClientOptions, PutPayload};
 use tokio::time::{Instant, Sleep, sleep, timeout_at};
 
-/// How long a request may make no progress.
+/// The longest time that a request may make no progress.
 pub(super) const STALL: Duration = Duration::from_secs(30);
-/// How long a server may take to put together an object of many parts.
+/// The longest time that a server may take to put together an object of many parts.
 const WORK: Duration = Duration::from_secs(300);
 /// The longest pause before completing a multipart upload is tried again: after about two minutes
 /// it is given up.
@@ -148,7 +148,7 @@ impl Upload {
         Ok(self.pieces.clone().into())
     }
 
-    /// When to check for progress again.
+    /// The time of the next check for progress.
     fn next_look(&self) -> Instant {
         let end = self.moved + self.patience();
         match self.pieces.content_length() {
@@ -165,7 +165,7 @@ impl Upload {
         self.moved.elapsed() < self.patience()
     }
 
-    /// How long a request may show no progress.
+    /// The longest time that a request may show no progress.
     fn patience(&self) -> Duration {
         let unseen = match self.at {
             Some(_) => 0,

@@ -197,7 +197,7 @@ async fn an_entry_that_is_a_dangling_link_is_damage() {
         let told = |e: Error| {
             let said = e.to_string();
             assert!(e.is_log_damage(), "{said}");
-            assert!(said.contains("entry 2") && said.contains("leads nowhere"), "{said}");
+            assert!(said.contains("entry 2") && said.contains("dangling link"), "{said}");
         };
         told(toy::save(&store, 3, None, &[3; 20]).await.unwrap_err());
         // Gives the lease back.

@@ -135,7 +135,7 @@ async fn ranks_have_limits() {
     let mut last = store.join(id, MAX_RANKS - 1).await.unwrap();
     let refused = last.put_as(4096, "", Bytes::new()).await.unwrap_err();
     assert!(matches!(refused, Error::Limit(_)), "{refused}");
-    assert!(refused.to_string().contains("4096 objects of one rank"), "{refused}");
+    assert!(refused.to_string().contains("4096 objects for one rank"), "{refused}");
     last.put_as(0, "", Bytes::from_static(b"x")).await.unwrap();
     let mut parts = vec![vec![]; MAX_RANKS as usize - 1];
     parts.push(last.finish_part().await.unwrap());

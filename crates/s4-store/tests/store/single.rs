@@ -302,7 +302,7 @@ async fn a_store_is_opened_to_many_writers() {
     lost.heal();
     for old in [&store, &other] {
         let error = toy::save(old, 9, None, b"not").await.unwrap_err();
-        assert!(error.to_string().contains("open the store again"), "{error}");
+        assert!(error.to_string().contains("reopen the store"), "{error}");
         old.release().await.unwrap();
     }
     let (a, b) = (Store::open(&place, quick_options()), Store::open(&place, quick_options()));

@@ -1,4 +1,4 @@
-//! How a device decodes deltas: the frames, of each checkpoint of a chain, that values are decoded
+//! Decoding deltas on a device: the frames, of each checkpoint of a chain, that values are decoded
 //! from.
 
 use std::collections::{HashMap, HashSet};
@@ -31,7 +31,7 @@ impl Wanted {
     }
 }
 
-/// Requests, split into what is wanted of each checkpoint of a chain.
+/// Requests, split by the checkpoints of a chain.
 #[derive(Default)]
 pub(super) struct Chain<'a> {
     /// Ancestors' weights with contexts from moments, and these moments, in the order of decoding.
@@ -229,7 +229,7 @@ impl<'a> Chain<'a> {
     }
 }
 
-/// Where the values of both moments are; `None` if there are none.
+/// The places of the values of both moments; `None` if there are none.
 fn both(places: &[Place<'_>]) -> Option<[DeviceMemory; 2]> {
     Some([places.first()?.to, places.last()?.to])
 }
@@ -246,7 +246,7 @@ fn wanted_chunks(levels: &[Level<'_>]) -> Vec<Vec<u64>> {
     levels.iter().map(of).collect()
 }
 
-/// Where tensors' values are requested, by number of the tensor and of the device.
+/// The places at which tensors' values are requested, by number of the tensor and of the device.
 struct Places(HashMap<(usize, u32), DeviceMemory>);
 
 impl Places {

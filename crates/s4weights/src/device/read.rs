@@ -87,7 +87,7 @@ impl Reader {
             let tensor = self.tensor(*number)?;
             if tensor.bytes().at(&self.name)? != to.bytes() {
                 return Err(Error::Argument(format!(
-                    "{} bytes of device memory for tensor `{}` of {} {:?}",
+                    "{} bytes of device memory do not fit tensor `{}` of {} {:?}",
                     to.bytes(),
                     tensor.name,
                     tensor.dtype,
@@ -233,7 +233,7 @@ impl Call<'_> {
         Ok(self.reader.spans(jobs, room as u64, self.reader.gap(), record, together))
     }
 
-    /// Cuts what is wanted of a tensor at the borders of chunks.
+    /// Cuts the wanted bytes of a tensor at the borders of chunks.
     fn add<'b>(
         &'b self,
         &Wanted { tensor, to, ref chunks, input, moments, .. }: &Wanted,

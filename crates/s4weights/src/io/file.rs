@@ -44,7 +44,7 @@ enum Out {
     Direct(File),
 }
 
-/// How a file is written.
+/// The way a file is written.
 #[cfg(target_os = "linux")]
 enum Way {
     /// Not decided yet: this many more bytes are written plainly first, since a small file is not
@@ -304,7 +304,7 @@ fn commit(
     file.as_file().sync_all().map_err(|e| fail("sync", e))?;
     let published = if replaces { file.publish(path) } else { file.publish_new(path) };
     published.map_err(|e| fail("rename", e))?;
-    sync_folder(folder(path)).map_err(|e| fail("sync the folder of", e))
+    sync_folder(folder(path)).map_err(|e| fail("sync the folder", e))
 }
 
 /// Makes the names in a folder durable, if the folder can be opened. One that may be written to but not listed

@@ -30,7 +30,7 @@ const LEAST_BYTES: usize = 1 << 20;
 /// waste what is given back at the end.
 const WINDOW: (u64, u64) = (8 << 20, 64 << 20);
 
-/// How a file is written: many threads map the bytes that they append, one maps block after block.
+/// Writes a file: many threads map the bytes that they append, one maps block after block.
 pub(super) struct Mapped {
     least_threads: [usize; 2],
     /// Whether huge pages have been available so far.

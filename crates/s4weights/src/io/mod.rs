@@ -312,11 +312,11 @@ fn resolve(url: &str, options: &StorageOptions) -> Result<Resolved> {
     match (place.as_folder(), place.as_objects()) {
         (Some(path), _) => Ok(Resolved::Local(path.to_owned())),
         (None, Some((store, path))) => Ok(Resolved::Remote(Arc::clone(store), path.clone())),
-        (None, None) => Err(Error::Argument(format!("{} holds no files", place.name()))),
+        (None, None) => Err(Error::Argument(format!("{} cannot hold files", place.name()))),
     }
 }
 
-/// How a store writes the objects of a local folder, if not by a plain `write`.
+/// The way a store writes the objects of a local folder, if not by a plain `write`.
 pub(crate) fn put_files() -> Option<Arc<dyn PutFiles>> {
     #[cfg(target_os = "linux")]
     return Some(Arc::new(memory_files::MemoryFiles));

@@ -23,9 +23,9 @@ const PART: usize = 32 << 20;
 /// Parts of a file that is known to be small have at least this many. S3 asks for 5 MiB.
 const LEAST_PART: usize = 8 << 20;
 const MAX_PARTS: usize = 10_000;
-/// How many parts have the size of the first, most often [`PART`] bytes; later ones are larger, since the length of the file is not
-/// known before its end. S3, Google and Azure take parts of different sizes. Cloudflare R2 needs
-/// all but the last of one size: it refuses a file that does not fit into these parts (156 GiB).
+/// Number of parts that have the size of the first, most often [`PART`] bytes; later ones are larger, since the
+/// length of the file is not known before its end. S3, Google and Azure take parts of different sizes. Cloudflare R2
+/// needs all but the last of one size: it refuses a file that does not fit into these parts (156 GiB).
 const EQUAL_PARTS: usize = 5_000;
 /// Sizes double with each so many later parts, up to [`LARGEST_PART`]: 5.2 TiB in all, more than
 /// the 5 TiB that an object of S3 may have.
@@ -40,11 +40,11 @@ fn part_size(first: usize, number: usize) -> usize {
     }
 }
 
-/// How many parts of a size may be in flight at once, with this memory. One more is being filled.
+/// Number of parts of a size that may be in flight at once, with this memory. One more is being filled.
 fn parts_in_flight(size: usize, memory: usize) -> usize {
     (memory / size).max(1)
 }
-/// How long aborting an upload may take, and how long if the caller has stopped the work.
+/// The longest time that aborting an upload may take, and the same if the caller has stopped the work.
 const ABORT: Duration = Duration::from_secs(10);
 const STOPPED_ABORT: Duration = Duration::from_millis(300);
 
@@ -59,7 +59,7 @@ impl Threads {
             .thread_name("s4weights-io")
             .enable_all()
             .build();
-        Ok(Self(Some(runtime.map_err(|e| Error::io(target, "start threads for", e))?)))
+        Ok(Self(Some(runtime.map_err(|e| Error::io(target, "start threads", e))?)))
     }
 
     /// Waits for a request, unless the caller's work is stopped.
@@ -186,7 +186,7 @@ impl UploadSink {
     fn send_part(&mut self) -> Result<()> {
         if self.parts == MAX_PARTS {
             return Err(Error::Argument(format!(
-                "{}: the file is too large: it takes more than {MAX_PARTS} parts",
+                "{}: the file is too large: it needs more than {MAX_PARTS} parts",
                 self.name
             )));
         }
@@ -212,14 +212,14 @@ impl UploadSink {
             .block_on(async { tokio::time::timeout(deadline, upload.complete()).await });
         // Unless the object turns out to be there, the parts must be removed.
         self.upload = Some(upload);
-        let failed = |e| Error::store(&self.name, "complete the upload of", e);
+        let failed = |e| Error::store(&self.name, "complete the upload", e);
         let error = match done? {
             Ok(Ok(_)) => None,
             Ok(Err(e)) if Failure::new(&e).cause().is_permanent() => Some(failed(e)),
             Ok(Err(e)) => (!self.arrived()?).then(|| failed(e)),
             Err(e) => (!self.arrived()?).then(|| {
                 let late = std::io::Error::new(std::io::ErrorKind::TimedOut, e);
-                Error::io(&self.name, "complete the upload of", late)
+                Error::io(&self.name, "complete the upload", late)
             }),
         };
         if let Some(error) = error {
@@ -295,10 +295,10 @@ impl Drop for UploadSink {
         let why = match done {
             Ok(Ok(Ok(()))) => return,
             Ok(Ok(Err(e))) => Failure::new(&e).to_string(),
-            Ok(Err(_)) => format!("no answer within {most:?}"),
+            Ok(Err(_)) => format!("no response within {most:?}"),
             Err(e) => e.to_string(),
         };
-        tracing::warn!("{}: the multipart upload was not aborted: {why}", self.name);
+        tracing::warn!("{}: could not abort the multipart upload: {why}", self.name);
     }
 }
 

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use super::ReadAt;
 use crate::error::Result;
 
-/// How many of a file's last bytes are read first: footer, manifest and index of most files, and
+/// Number of a file's last bytes that are read first: footer, manifest and index of most files, and
 /// all of a small one.
 const TAIL: u64 = 64 << 10;
 
@@ -15,7 +15,7 @@ const TAIL: u64 = 64 << 10;
 pub(crate) struct TailSource {
     source: Box<dyn ReadAt>,
     tail: Bytes,
-    /// Where the tail begins in the file.
+    /// The offset of the tail in the file.
     from: u64,
 }
 

@@ -20,7 +20,7 @@ use crate::objects::{DataObject, ObjectSink};
 use crate::options::{Progress, ProgressFn};
 use crate::parallel::{lock, request_threads};
 
-/// How long a commit or a clean-up may still take after the caller cancelled.
+/// The time that a commit or a clean-up may still take after the caller cancelled.
 const GRACE: Duration = Duration::from_millis(400);
 
 /// Runs requests for threads that wait for them. Clones share the threads, which end with the last.
@@ -48,7 +48,7 @@ impl Bridge {
             .thread_name("s4weights-store")
             .enable_all()
             .build()
-            .map_err(|e| Error::io(target, "start threads for", e))?;
+            .map_err(|e| Error::io(target, "start threads", e))?;
         Ok(Self { owned: Arc::new(Owned(Some(runtime))), target: target.into() })
     }
 
@@ -74,7 +74,7 @@ impl Bridge {
 
     fn stopped(&self) -> Error {
         let gone = std::io::Error::other("its thread has ended");
-        Error::io(&self.target, "finish an operation in", gone)
+        Error::io(&self.target, "finish an operation", gone)
     }
 
     pub(crate) fn spawn<T: Send + 'static>(

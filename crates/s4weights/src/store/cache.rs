@@ -22,7 +22,7 @@ use crate::store::bridge::ChannelSink;
 #[derive(Default)]
 pub(crate) struct ObjectCache {
     objects: BTreeMap<u32, (Digest, PutPayload)>,
-    /// How many objects there were in all.
+    /// Number of objects in all.
     count: usize,
 }
 

@@ -24,7 +24,7 @@ use crate::writer::Writer;
 /// compared. An error keeps it from being listed.
 pub type ListingFn = Arc<dyn Fn(CheckpointId) -> Result<()> + Send + Sync>;
 
-/// How a checkpoint is imported.
+/// Options for importing a checkpoint.
 #[derive(Clone, Default)]
 pub struct ImportOptions {
     /// Finite numbers that retention can choose by.
@@ -75,7 +75,10 @@ impl CheckpointStore {
                     return Ok(saved);
                 }
                 Err(e) if parent.is_some() && is_parent_failure(&e) => {
-                    tracing::warn!(store = self.name(), step, error = %e, "importing as a base");
+                    tracing::warn!(
+                        store = self.name(), step, error = %e,
+                        "the parent cannot be used: importing as a base"
+                    );
                     why_base = Some(WhyBase::Parent(e.to_string()));
                 }
                 Err(e) => return Err(e),
@@ -225,7 +228,7 @@ impl CheckpointStore {
         let Some(difference) = copy::compare_content(from, digests, &stored)? else {
             return Ok(());
         };
-        let what = format!("{difference} differs from what was imported");
+        let what = format!("{difference} differs from the imported checkpoint");
         Err(Error::Format { target: stored.name, source: s4_format::Error::corrupt(what) })
     }
 }

@@ -102,7 +102,7 @@ impl CheckpointStore {
         };
         let what = || match step {
             Some(step) => format!("of step {step}"),
-            None => "at all: the store is empty".to_owned(),
+            None => "found: the store is empty".to_owned(),
         };
         let found = found.ok_or_else(|| self.error(StoreError::NoCheckpoint { what: what() }))?;
         self.load_from(&state, found.id(), None)
@@ -197,13 +197,16 @@ impl CheckpointStore {
             match done {
                 Ok(done) => return Ok((done, skipped)),
                 Err(error) if is_damage(&error) => {
-                    tracing::warn!(step = checkpoint.step(), %error, "trying the one before");
+                    tracing::warn!(
+                        step = checkpoint.step(), %error,
+                        "the checkpoint cannot be restored: trying the one before"
+                    );
                     skipped.push(Skipped { checkpoint: checkpoint.clone(), error });
                 }
                 Err(error) => return Err(error),
             }
         }
-        let empty = StoreError::NoCheckpoint { what: "at all: the store is empty".into() };
+        let empty = StoreError::NoCheckpoint { what: "found: the store is empty".into() };
         Err(skipped.into_iter().next().map_or_else(|| self.error(empty), |first| first.error))
     }
 }

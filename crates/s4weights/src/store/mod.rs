@@ -85,7 +85,7 @@ const MAX_SHARING: u32 = 4096;
 /// Options for using a store. (Its properties were fixed when it was created.)
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// How much effort goes into making tensors smaller.
+    /// The effort to make tensors smaller.
     pub preset: Preset,
     /// Threads that encode and decode; `None`: as many as the machine has cores.
     pub threads: Option<usize>,
@@ -142,7 +142,7 @@ impl StoreOptions {
     fn check(&self) -> Result<()> {
         let within = |what, n: u32, most: u32| match (1..=most).contains(&n) {
             true => Ok(()),
-            false => Err(Error::Argument(format!("{what}: {n}, 1 to {most} are allowed"))),
+            false => Err(Error::Argument(format!("{what} is {n}, but must be 1 to {most}"))),
         };
         within("max_chain", self.max_chain, MAX_SHARING)?;
         // A chain includes the base.
@@ -154,7 +154,7 @@ impl StoreOptions {
 pub struct CheckpointStore {
     opener: Opener,
     options: StoreOptions,
-    /// What this handle saved last. Locked for as long as a save lasts.
+    /// The last saves of this handle. Locked for as long as a save lasts.
     history: Mutex<SaveHistory>,
     /// The checkpoint that was opened last.
     opened: Mutex<Option<Reference>>,
@@ -192,7 +192,7 @@ impl ParentValues {
     }
 }
 
-/// How long closing a store waits for its lease to be deleted; after that it expires.
+/// The longest time that closing a store waits for its lease to be deleted; after that it expires.
 const RELEASE: std::time::Duration = std::time::Duration::from_secs(5);
 
 impl Drop for CheckpointStore {
@@ -324,7 +324,7 @@ impl CheckpointStore {
         Ok(Self { opener, options, history, opened, buffers, plans, process })
     }
 
-    /// How a checkpoint that one process writes is cut into objects. `values`: bytes of its values.
+    /// The options for cutting a checkpoint that one process writes into objects. `values`: bytes of its values.
     fn objects_for(&self, values: u64) -> ObjectOptions {
         let most = ObjectOptions { bytes: self.options.object_bytes };
         if self.opener.local { most } else { most.for_connections(values) }

@@ -56,7 +56,7 @@ impl Opener {
             }
             parent = Some((Arc::new(reader), checkpoint));
         }
-        let nothing = || Error::Argument(format!("{}: an empty chain", self.bridge.target()));
+        let nothing = || Error::Argument(format!("{}: the chain is empty", self.bridge.target()));
         parent.map(|(reader, _)| reader).ok_or_else(nothing)
     }
 

@@ -161,7 +161,7 @@ impl CheckpointStore {
         chain: &[Checkpoint],
         on_devices: bool,
     ) -> Result<(Reference, ParentValues)> {
-        let parent = chain.first().ok_or_else(|| Error::Argument("an empty chain".into()))?;
+        let parent = chain.first().ok_or_else(|| Error::Argument("the chain is empty".into()))?;
         let reference = parent.reference();
         if let Some(held) = history.held.iter().find(|h| h.reference == reference) {
             return Ok((reference, held.values.clone()));
@@ -179,14 +179,14 @@ impl CheckpointStore {
         Ok((reference, values))
     }
 
-    /// How checkpoints are read.
+    /// The options for reading checkpoints.
     pub(crate) fn reading(&self) -> ReadOptions {
         let (threads, simd) = (self.options.threads, self.options.simd);
         let codecs = self.options.own.codecs.clone();
         ReadOptions { threads, simd, codecs, ..ReadOptions::default() }
     }
 
-    /// How checkpoints are written.
+    /// The options for writing checkpoints.
     pub(crate) fn writing(&self) -> WriteOptions {
         let StoreOptions { preset, threads, simd, memory, .. } = self.options;
         let (memory, own) = (Some(memory), self.options.own.clone());
@@ -250,7 +250,9 @@ impl CheckpointStore {
         match self.keep(&snapshot, raw, values) {
             Ok(Some(values)) => return Some(ParentValues::Memory(Arc::new(values))),
             Ok(None) => tracing::debug!("too large to keep in memory: later saves read it back"),
-            Err(e) => tracing::debug!(error = %e, "not kept in memory: later saves read it back"),
+            Err(e) => {
+                tracing::debug!(error = %e, "could not keep it in memory: later saves read it back")
+            }
         }
         None
     }

@@ -32,7 +32,7 @@ use crate::writer::{MAX_DELTAS, Writer, Written};
 /// Bytes of values in most chunks.
 const CHUNK: u64 = 256 << 10;
 
-/// What a rank must know to store its part of a checkpoint: the coordinator makes one for each rank and
+/// The information that a rank needs to store its part of a checkpoint: the coordinator makes one for each rank and
 /// sends it, as JSON if necessary. All of them are of the same version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -43,9 +43,9 @@ pub struct PartOf {
     parent: Option<Reference>,
     /// Its number since the base.
     number: u32,
-    /// Why it is a base; `None` if it may be a delta.
+    /// The reason that it is a base; `None` if it may be a delta.
     why_base: Option<String>,
-    /// How many of the rank's tensors may be deltas or copies: the merged index numbers the plans of all ranks
+    /// The most tensors of the rank that may be deltas or copies: the merged index numbers the plans of all ranks
     /// together.
     deltas: usize,
 }
@@ -117,8 +117,8 @@ impl CheckpointStore {
             tracing::warn!(
                 store = self.name(),
                 bytes = raw,
-                "the checkpoint may be too large: with more than {MAX_CHUNKS} chunks, which are \
-                 {} bytes, it cannot be listed, because its manifest has at most {MAX_MANIFEST} bytes",
+                "the checkpoint may be too large: with more than {MAX_CHUNKS} chunks ({} bytes), it cannot be \
+                 listed, because its manifest is limited to {MAX_MANIFEST} bytes",
                 MAX_CHUNKS * CHUNK
             );
         }
@@ -259,7 +259,9 @@ impl CheckpointStore {
             }
             let named = index.adopted.objects[known..].iter().map(|o| (o.bytes, o.blake3));
             if !named.eq(stored.iter().map(|o| (o.len, o.blake3))) {
-                let what = format!("the index of rank {rank} names other objects than it stored");
+                let what = format!(
+                    "the index of rank {rank} does not match the objects that the rank stored"
+                );
                 return Err(Error::Argument(what));
             }
             objects.push(stored);
@@ -314,7 +316,10 @@ struct NoObjects;
 
 impl ObjectSink for NoObjects {
     fn put(&mut self, object: DataObject) -> Result<()> {
-        Err(Error::Argument(format!("object {} of an index alone", object.number)))
+        Err(Error::Argument(format!(
+            "cannot store object {}: only an index is written",
+            object.number
+        )))
     }
 }
 

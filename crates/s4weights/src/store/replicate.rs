@@ -14,7 +14,7 @@ use crate::store::bridge::Asker;
 use crate::store::import::ListingFn;
 use crate::store::save::{Ready, StageSeconds};
 
-/// How a checkpoint is replicated.
+/// Options for replicating a checkpoint.
 #[derive(Clone, Default)]
 pub struct ReplicateOptions {
     /// For a delta: the checkpoint of this store that is the copy of its parent.
@@ -119,7 +119,7 @@ impl CheckpointStore {
         let step = original.step();
         let none = || {
             Error::Argument(format!(
-                "{}: step {step} is a delta, and no copy of what it needs was named",
+                "{}: step {step} is a delta, but no copy of its parent was named",
                 self.name()
             ))
         };
@@ -131,7 +131,7 @@ impl CheckpointStore {
         match reader.digest() == needed {
             true => Ok(Some(there.reference())),
             false => Err(Error::Argument(format!(
-                "{}: checkpoint {id} is not what step {step} is a delta of",
+                "{}: checkpoint {id} is not a copy of the parent of step {step}",
                 self.name()
             ))),
         }

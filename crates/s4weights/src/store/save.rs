@@ -103,9 +103,9 @@ pub struct Saved {
     pub checkpoint: Checkpoint,
     /// Counts and sizes. `bytes_out` leaves out the store's own table of objects.
     pub report: Report,
-    /// How long each stage took.
+    /// The time that each stage took.
     pub stages: StageSeconds,
-    /// Why it is a base; `None` if it is a delta.
+    /// The reason that it is a base; `None` if it is a delta.
     pub why_base: Option<WhyBase>,
     /// The checkpoints that the store's retention retired.
     pub retired: Vec<CheckpointId>,
@@ -122,7 +122,7 @@ pub struct StageSeconds {
     pub publish: f64,
 }
 
-/// Why a checkpoint is a base.
+/// The reason that a checkpoint is a base.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WhyBase {
@@ -166,7 +166,7 @@ pub(crate) struct SaveRequest<'a> {
     tensors: &'a [TensorSource<'a>],
     options: &'a SaveOptions,
     pub(crate) asker: Asker,
-    /// How many tensors may be deltas or copies.
+    /// The most tensors that may be deltas or copies.
     pub(crate) max_deltas: usize,
     /// Whether the caller has been told that it may change its values.
     staged: Arc<AtomicBool>,
@@ -424,7 +424,10 @@ impl CheckpointStore {
             Ok(Err(e)) => e.to_string(),
             Err(e) => e.to_string(),
         };
-        tracing::warn!(checkpoint = %id, error = problem, "what was uploaded stays until a sweep");
+        tracing::warn!(
+            checkpoint = %id, error = problem,
+            "could not abort the attempt: uploaded objects remain until a sweep"
+        );
     }
 
     fn encode(
@@ -476,7 +479,7 @@ impl CheckpointStore {
         Ok((Saved { checkpoint, report, stages, why_base, retired: vec![] }, kept))
     }
 
-    /// Lists what is staged. When the call is stopped meanwhile, it is listed whole or not at all.
+    /// Lists a staged checkpoint. When the call is stopped meanwhile, it is listed whole or not at all.
     pub(crate) fn list_staged(&self, staged: Staged) -> Result<Checkpoint> {
         let id = staged.id();
         let store = self.opener.store.clone();
@@ -550,8 +553,8 @@ pub(crate) fn check_chunks(tensors: &[TensorSource<'_>]) -> s4_store::Result<()>
     }
     let raw: u64 = tensors.iter().map(|t| t.values.bytes()).sum();
     Err(StoreError::Limit(format!(
-        "{raw} bytes of tensors are {chunks} chunks or more; a checkpoint has {MAX_CHUNKS} at most, because \
-         its manifest has at most {MAX_MANIFEST} bytes"
+        "{raw} bytes of tensors need at least {chunks} chunks; a checkpoint can have at most {MAX_CHUNKS}, \
+         because its manifest is limited to {MAX_MANIFEST} bytes"
     )))
 }
 

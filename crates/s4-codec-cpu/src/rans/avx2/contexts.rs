@@ -94,7 +94,7 @@ impl<const P: u32> Encoder<P> {
         at: &mut usize,
     ) -> Result<()> {
         if *at < most_block(P) {
-            return Err(Error::limit("rans: no room for words"));
+            return Err(Error::limit("rans: output buffer is too small for the words"));
         }
         if self.look_up(&numbers(block, contexts), codes) {
             put_escapes(states, block, &take_escapes(codes)?, words, at);
@@ -158,7 +158,7 @@ fn take_escapes(codes: &mut Steps) -> Result<[u8; LANES]> {
     }
     match lacking {
         false => Ok(escaped),
-        true => Err(Error::unsupported("a symbol that its table lacks, no escape")),
+        true => Err(Error::unsupported("symbol is not in its table, which has no escape")),
     }
 }
 

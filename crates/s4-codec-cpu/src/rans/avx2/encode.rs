@@ -137,12 +137,14 @@ impl<const P: u32> Encoder<P> {
     ) -> Result<()> {
         for block in blocks.iter().rev() {
             if *at < most_block(P) {
-                return Err(Error::limit("rans: no room for words"));
+                return Err(Error::limit("rans: output buffer is too small for the words"));
             }
             let missing = self.known.missing(block);
             if missing != [0; LANES] {
                 if !self.escapes {
-                    return Err(Error::unsupported("a symbol that its table lacks, no escape"));
+                    return Err(Error::unsupported(
+                        "symbol is not in its table, which has no escape",
+                    ));
                 }
                 put_escapes(states, block, &missing, words, at);
             }

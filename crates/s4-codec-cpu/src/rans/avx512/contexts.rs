@@ -234,7 +234,9 @@ impl Encoder {
                 marks &= marks - 1;
                 let table = usize::from(contexts[i]) % MAX_TABLES;
                 if self.codes[256 * table + usize::from(symbols[i])] == 0 {
-                    return Err(Error::unsupported("a symbol that its table lacks, no escape"));
+                    return Err(Error::unsupported(
+                        "symbol is not in its table, which has no escape",
+                    ));
                 }
                 escapes[i / 64] |= u64::from(self.escapes >> table & 1) << (i % 64);
             }

@@ -155,7 +155,9 @@ impl Encoder {
                 next[i] = words.as_mut_ptr_range().end;
                 if escapes != [0; 4] {
                     if !self.escapes {
-                        return Err(Error::unsupported("a symbol that its table lacks, no escape"));
+                        return Err(Error::unsupported(
+                            "symbol is not in its table, which has no escape",
+                        ));
                     }
                     let s = [&mut s0, &mut s1, &mut s2, &mut s3];
                     for (j, s) in s.into_iter().enumerate() {
@@ -197,7 +199,7 @@ pub(super) const MOST_BLOCK: usize = 2 * LANES * RUN;
 
 #[cold]
 pub(super) fn no_room() -> Error {
-    Error::limit("rans: no room for words")
+    Error::limit("rans: output buffer is too small for the words")
 }
 
 impl<'a, 'b> SegmentEncoder<'a, 'b> {

@@ -285,8 +285,10 @@ impl<'a> EncodeQueue<'a> {
                     continue;
                 };
                 if memory.ordinal() != self.session.worker.device.ordinal() {
-                    let what =
-                        format!("a moment on device {}, but its weights are not", memory.ordinal());
+                    let what = format!(
+                        "a moment is on device {}, but its weights are not",
+                        memory.ordinal()
+                    );
                     return Err(GpuError::Argument(what).into());
                 }
                 let Cover { parts, wanted } = moment.cover(range.0, range.1).of(tensor)?;
@@ -405,7 +407,7 @@ pub(super) fn open_inputs<'a, E: From<CudaError>>(
     let names: Vec<_> = with_input.iter().map(name).collect();
     let opened = inputs.open(&names)?;
     if opened.len() != names.len() {
-        let what = format!("{} inputs for {} chunks", opened.len(), names.len());
+        let what = format!("got {} inputs for {} chunks", opened.len(), names.len());
         return Err(CudaError::from(GpuError::Argument(what)).into());
     }
     group.inputs.resize_with(group.members.len(), || None);
@@ -502,5 +504,5 @@ fn after(at: u64, len: usize) -> Option<u64> {
 }
 
 fn exceeds_announced() -> CudaError {
-    GpuError::Argument("more parent chunks than were announced".into()).into()
+    GpuError::Argument("more parent chunks than announced".into()).into()
 }

@@ -337,7 +337,10 @@ impl<'a> DecodeQueue<'_, 'a> {
         let scratch = scratch.next_multiple_of(PART);
         let end = self.session.scratch() + self.session.sizes.scratch;
         if scratch + needed as u64 > end {
-            let what = format!("{needed} bytes of scratch memory for codec `{}`", codec.id());
+            let what = format!(
+                "{needed} bytes of scratch memory needed for codec `{}`, more than reserved",
+                codec.id()
+            );
             return Err(Error::limit(what)).of(tensor);
         }
         let batch = Decompress {
@@ -373,9 +376,9 @@ impl<'a> DecodeQueue<'_, 'a> {
                 let status = Status(i32::from_ne_bytes(statuses[block]));
                 let (size, expected) = (u64::from_ne_bytes(sizes[block]), expected[block]);
                 let what = if status != Status::SUCCESS {
-                    format!("nvCOMP, `{id}`: {status}")
+                    format!("nvCOMP failed on codec `{id}`: {status}")
                 } else if size != expected {
-                    format!("nvCOMP, `{id}`: {size} bytes decoded, {expected} expected")
+                    format!("nvCOMP decoded {size} bytes with codec `{id}`, expected {expected}")
                 } else {
                     continue;
                 };
@@ -387,7 +390,7 @@ impl<'a> DecodeQueue<'_, 'a> {
             let found = u32::from_le_bytes(read(at, 4).try_into().unwrap_or_default());
             if found != abi::status::OK {
                 let job = &busy.jobs[number];
-                let what = "checksum of the decoded values differs";
+                let what = "checksum mismatch in the decoded values";
                 return Err(Error::corrupt(what).in_chunk(job.chunk)).of(job.tensor);
             }
             self.count_device();

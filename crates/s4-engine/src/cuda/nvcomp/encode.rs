@@ -343,7 +343,7 @@ impl<'a> LibraryQueue<'a> {
                 _ => {
                     let what = {
                         let (n, width) = self.values_of(chunk);
-                        format!("{n} values of {width} bytes for the device")
+                        format!("the device cannot encode {n} values of {width} bytes")
                     };
                     return Err(Error::limit(what).in_chunk(chunk.chunk)).of(chunk.tensor);
                 }

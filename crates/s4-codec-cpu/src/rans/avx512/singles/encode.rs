@@ -227,7 +227,7 @@ impl Encoder {
         unknown: [u64; 4],
     ) -> Result<()> {
         if !self.escapes {
-            return Err(Error::unsupported("a symbol that its table lacks, and no escape"));
+            return Err(Error::unsupported("symbol is not in its table, which has no escape"));
         }
         let mut marks = [0; LANES];
         for (marks, row) in marks.as_chunks_mut::<8>().0.iter_mut().zip(unknown) {
@@ -315,7 +315,7 @@ unsafe fn step(x: &mut __m512i, slots: __m512i, multiplier: __m512i, next: &mut 
 
 #[cold]
 fn no_room() -> Error {
-    Error::limit("rans: no room for words")
+    Error::limit("rans: output buffer is too small for the words")
 }
 
 impl<'b> SegmentEncoder<'_, 'b> {
