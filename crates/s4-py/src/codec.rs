@@ -54,7 +54,10 @@ impl TensorCodec {
         let view = TensorView { dtype, shape: &shape, data };
         let bytes = view.shape.iter().try_fold(view.dtype.size() as u64, |n, &d| n.checked_mul(d));
         if bytes != Some(nbytes as u64) {
-            return Err(to_value_error(format!("{nbytes} bytes for shape {:?}", view.shape)));
+            return Err(to_value_error(format!(
+                "{nbytes} bytes do not match shape {:?}",
+                view.shape
+            )));
         }
         let done = detached(py, || self.0.compress(&view))?;
         done.map(Compressed).map_err(|e| to_python(py, e))

@@ -157,8 +157,8 @@ impl CudaEngine {
         py.detach(|| self.0.limit_frame_memory(bytes));
     }
 
-    /// Takes one more piece of that memory from the system, unless there is room for `bytes` of frames already, or
-    /// the limit is reached; returns whether it did.
+    /// Allocates one more piece of that memory from the system, unless there is already room for `bytes` of frames or
+    /// the limit is reached. Returns whether memory was allocated.
     fn grow_frame_memory(&self, py: Python<'_>, bytes: u64) -> bool {
         py.detach(|| self.0.grow_frame_memory(bytes))
     }
@@ -207,7 +207,7 @@ impl DeviceCopies {
         })
     }
 
-    /// Frees the device memory. Nothing may be reading the copies any more.
+    /// Frees the device memory. The copies must no longer be in use.
     fn free(&self, py: Python<'_>) -> PyResult<()> {
         let all = lock(&self.by_device).take();
         watched(py, None, || {
@@ -231,7 +231,7 @@ impl HostCopies {
         lock(&self.0).as_ref().map_or(0, s4weights::cuda::HostCopies::bytes)
     }
 
-    /// Releases the memory to later copies. Nothing may be reading these any more.
+    /// Releases the memory for later copies. These copies must no longer be in use.
     fn free(&self, py: Python<'_>) {
         let copies = lock(&self.0).take();
         py.detach(|| drop(copies));
@@ -289,7 +289,7 @@ pub(crate) fn memory(
     (ordinal, stream): Where,
 ) -> PyResult<DeviceMemory> {
     let ordinal = u32::try_from(ordinal);
-    let ordinal = ordinal.map_err(|_| PyValueError::new_err("a device's number expected"))?;
+    let ordinal = ordinal.map_err(|_| PyValueError::new_err("expected the ordinal of a device"))?;
     // SAFETY:
     // - The caller, the package's own Python part, passes the address and size of a storage on that
     //   device, and that device's current stream; it keeps both alive during the call.

@@ -33,6 +33,6 @@ pub(crate) fn to_python(py: Python<'_>, payload: &(dyn Any + Send)) -> PyErr {
     let what = what.replace('\n', " ");
     // Under the name by which users know this package.
     tracing::error!(target: "s4weights::panics", "panic: {what}");
-    let advice = "this is a bug in s4weights: please report it, with this message";
+    let advice = "this is a bug in s4weights: please report it with this message";
     raise(py, "S4Error", (format!("{advice}: {what}"),))
 }

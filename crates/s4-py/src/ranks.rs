@@ -14,8 +14,8 @@ use crate::store::{Store, contents, saved_json, staged_callback};
 use crate::watch::progress;
 use crate::writer::{in_groups, to_value_error};
 
-/// Begins a checkpoint that several processes store together, of about `raw` bytes of tensors; `tensors`:
-/// about how many each rank has. Returns the `part_of` of each rank, as JSON.
+/// Begins a checkpoint that several processes store together. `raw`: approximate size of its tensors in bytes;
+/// `tensors`: approximate number of tensors of each rank. Returns the `part_of` of each rank, as JSON.
 #[pyfunction]
 pub(crate) fn begin_parts(
     py: Python<'_>,
@@ -66,7 +66,7 @@ pub(crate) fn save_part<'py>(
     Ok((PyBytes::new(py, &bytes), report.bytes_in, report.bytes_out))
 }
 
-/// Lists a checkpoint whose parts are stored. `parts`: what `save_part` returned, in the order of ranks. Returns
+/// Lists a checkpoint whose parts are stored. `parts`: the results of `save_part`, in the order of ranks. Returns
 /// the entry and the report, as JSON.
 #[pyfunction]
 #[pyo3(signature = (store, part_of, step, parts, *, blobs, metadata, metrics, tags))]
@@ -96,7 +96,7 @@ pub(crate) fn publish_parts(
     Ok(saved_json(&saved))
 }
 
-/// Gives up a checkpoint that was begun, and deletes the parts stored so far.
+/// Abandons a checkpoint and deletes the parts stored so far.
 #[pyfunction]
 pub(crate) fn give_up_parts(py: Python<'_>, store: &Store, part_of: &str) -> PyResult<()> {
     let of: PartOf = serde_json::from_str(part_of).map_err(to_value_error)?;

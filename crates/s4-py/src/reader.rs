@@ -63,11 +63,11 @@ impl Reader {
                 let data = Bytes::from_owner(data);
                 let end = end.unwrap_or(data.len());
                 if start > end || end > data.len() {
-                    return Err(PyValueError::new_err("start and end lie outside of the bytes"));
+                    return Err(PyValueError::new_err("start and end are out of range"));
                 }
                 Source::Bytes(data.slice(start..end))
             }
-            _ => return Err(PyValueError::new_err("one of path, URL and bytes expected")),
+            _ => return Err(PyValueError::new_err("expected exactly one of path, URL and bytes")),
         };
         let options =
             ReadOptions { threads, progress: Some(progress()), trusted, ..Default::default() };
@@ -169,7 +169,7 @@ impl Reader {
         self.watcher.run(py, None, move || self.inner.read_view(number, view, &slice, to))
     }
 
-    /// The free text that is stored in the file.
+    /// The metadata stored in the file.
     fn metadata(&self) -> BTreeMap<String, String> {
         self.inner.manifest().metadata.clone()
     }
@@ -219,7 +219,7 @@ impl Reader {
         to_json(&self.watcher.run(py, None, || self.inner.inspect(false))?)
     }
 
-    /// Reads everything and compares all checksums; returns a report, as JSON.
+    /// Reads all data and checks all checksums. Returns a report as JSON.
     fn verify(&self, py: Python<'_>) -> PyResult<String> {
         to_json(&self.watcher.run(py, None, || self.inner.verify())?)
     }

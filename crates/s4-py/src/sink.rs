@@ -78,7 +78,7 @@ impl PySink {
         }
         if taken.is_none(py) {
             let again: i32 = py.import("errno")?.getattr("EAGAIN")?.extract()?;
-            let what = "the stream is in non-blocking mode and takes no more bytes now";
+            let what = "the stream is in non-blocking mode and cannot take more bytes now";
             return Err(PyBlockingIOError::new_err((again, what, 0)));
         }
         Ok(taken.extract::<usize>(py).unwrap_or(data.len()))

@@ -57,7 +57,7 @@ impl Writer {
             (None, None, Some(stream)) => {
                 Target::Stream(Box::new(PySink::new(stream.into_bound(py))?))
             }
-            _ => return Err(PyValueError::new_err("one of path, URL and stream expected")),
+            _ => return Err(PyValueError::new_err("expected exactly one of path, URL and stream")),
         };
         let preset: Preset = preset.parse().map_err(PyValueError::new_err)?;
         let options =
@@ -118,7 +118,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes the file visible. Returns a report of what was written, as JSON.
+    /// Makes the file visible. Returns a report on the written data, as JSON.
     fn finish(
         &self,
         py: Python<'_>,
@@ -132,7 +132,7 @@ impl Writer {
         serde_json::to_string(&report).map_err(to_value_error)
     }
 
-    /// Removes everything that was written. Does nothing after `finish`.
+    /// Removes all written data. Does nothing after `finish`.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let writer = self.lock().take();
         self.watcher.run(py, None, || {
@@ -148,9 +148,9 @@ impl Writer {
     }
 
     fn take(&self) -> PyResult<s4weights::Writer> {
-        self.lock()
-            .take()
-            .ok_or_else(|| PyRuntimeError::new_err("the writer is finished, failed or in use"))
+        self.lock().take().ok_or_else(|| {
+            PyRuntimeError::new_err("the writer has finished, has failed or is in use")
+        })
     }
 }
 
@@ -161,7 +161,7 @@ pub(crate) fn in_groups<'a>(
 ) -> PyResult<Vec<TensorSource<'a>>> {
     if !groups.is_empty() && groups.len() != tensors.len() {
         let (groups, tensors) = (groups.len(), tensors.len());
-        return Err(PyValueError::new_err(format!("{groups} groups of {tensors} tensors")));
+        return Err(PyValueError::new_err(format!("{groups} groups for {tensors} tensors")));
     }
     let groups = groups.iter().copied().chain(std::iter::repeat(0));
     tensors.zip(groups).map(|(tensor, group)| Ok(tensor?.in_group(group))).collect()

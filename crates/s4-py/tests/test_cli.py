@@ -104,7 +104,7 @@ def test_more_than_tensors_is_refused_with_the_way_to_do_it(tmp_path: Path) -> N
     torch.save({"a": torch.ones(2)}, tmp_path / "new.pt", pickle_protocol=4)
     cases = {
         "a.pt": "`run` needs `subprocess.run`",
-        "module.pt": "the saved object itself needs `torch.nn.modules.linear.Linear`",
+        "module.pt": "the saved object needs `torch.nn.modules.linear.Linear`",
         "old.pt": "needs `torch.nn.modules.linear.Linear`",
         "new.pt": "Unsupported operand",
     }
@@ -138,9 +138,9 @@ def test_sound_files_of_other_formats_are_not_called_damaged(tmp_path: Path) -> 
     output = str(tmp_path / "o.s4w")
     cases = {
         "jit.pt": "torch.jit.load",
-        "ours.pt": "a .s4w file already",
-        "theirs.bin": "a safetensors file",
-        "plain.ckpt": "not one that torch.save wrote",
+        "ours.pt": "is already a .s4w file",
+        "theirs.bin": "is a safetensors file",
+        "plain.ckpt": "is a pickle, but was not written by torch.save",
     }
     for name, what in cases.items():
         code, said = main("compress", str(tmp_path / name), output, "-q")
@@ -331,10 +331,10 @@ def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: Any) -> Non
         monkeypatch.setattr(torch, "load", fail(needed))
         code, said = main("compress", str(tmp_path / "a.pt"), str(tmp_path / "a.s4w"))
         assert code == expected and ("damaged" in said) == (expected == 1), said
-        assert ("not enough memory" in said) == (expected == 4), said
+        assert ("does not have enough memory" in said) == (expected == 4), said
     monkeypatch.setattr(torch, "save", fail(9))
     code, said = main("decompress", str(tmp_path / "b.s4w"), str(tmp_path / "b.pt"))
-    assert code == 4 and "not enough memory" in said, said
+    assert code == 4 and "does not have enough memory" in said, said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "b.s4w"]
 
 

@@ -236,7 +236,7 @@ def test_integers_of_other_libraries_are_steps(tmp_path):
         assert store.save_checkpoint({"a": 1}, np.int64(7)).step == 7
         assert store.save_checkpoint({"a": 1}, torch.tensor(8)).step == 8
         for wrong in (True, 1.0, "1", -1, np.int64(-1), None, torch.tensor(1.5)):
-            with pytest.raises(ValueError, match="step: an integer"):
+            with pytest.raises(ValueError, match="step: expected a non-negative integer"):
                 store.save_checkpoint({"a": 1}, wrong)
 
 

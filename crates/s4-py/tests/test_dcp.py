@@ -367,7 +367,7 @@ def test_ranks_save_without_collectives(tmp_path: Path) -> None:
     assert tags == wanted
     assert [e.kind for e in entries if e.step == 2] == ["delta", "delta"]
     state = {"w": torch.zeros(5000)}
-    with pytest.raises(CheckpointException, match="1 ranks saved on their own"):
+    with pytest.raises(CheckpointException, match="1 ranks each saved on their own"):
         dcp.load(state, storage_reader=StorageReader(tmp_path / "run"), no_dist=True)
 
 
@@ -444,7 +444,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     store = s4weights.CheckpointStore(tmp_path / "run")
     store.save_checkpoint({"w": values(1, 5000)}, 1)
     state = {"w": torch.zeros(5000)}
-    for step, what in [(2, "no checkpoint of step 2"), (1, "use load_checkpoint")]:
+    for step, what in [(2, "no checkpoint for step 2"), (1, "use load_checkpoint")]:
         with pytest.raises(CheckpointException) as failed:
             dcp.load(state, storage_reader=StorageReader(store, step=step), no_dist=True)
         assert what in str(failed.value), failed.value
@@ -577,7 +577,7 @@ def test_any_key_can_be_saved(tmp_path: Path) -> None:
 
 def test_what_a_save_cannot_be_is_refused_before_it_begins(tmp_path: Path) -> None:
     for step in (-1, "5", 5.0, True):
-        with pytest.raises(ValueError, match="step: an integer"):
+        with pytest.raises(ValueError, match="step: expected a non-negative integer"):
             StorageWriter(tmp_path, step=step)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not finite"):
         StorageWriter(tmp_path, step=1, metrics={"loss": float("nan")})
@@ -640,7 +640,7 @@ def _torn(rank: int, url: str) -> None:
         store, Late.step = f"{url}-{attempt}", step or 2
         dcp.save(saved, storage_writer=StorageWriter(store, step=1))
         state = {"w": torch.zeros(50)}
-        hint = "load again, or name the step$" if step is None else "load again$"
+        hint = "load again, or pass the step$" if step is None else "load again$"
         with pytest.raises(CheckpointException) as failed:
             coordinator = {"coordinator_rank": 1} if attempt == 1 else {}
             load = dcp.load_state_dict if coordinator else dcp.load

@@ -159,7 +159,7 @@ def test_tensors_without_values_are_refused_by_name(tmp_path: Path) -> None:
     with FakeTensorMode():
         fake = torch.empty(3)
     for tensor in (fake, torch.empty(3, device="meta")):
-        with pytest.raises(CheckpointException, match="'w': a tensor without values"):
+        with pytest.raises(CheckpointException, match="'w': the tensor has no values"):
             ours.save({"w": tensor}, tmp_path, 1, no_dist=True)
 
 
@@ -194,10 +194,10 @@ def test_metadata_that_makes_no_sense_is_damage(strides: list[Any]) -> None:
     text = json.dumps({"version": 1, "state": {"w": entry}, "planner": None, "pieces": []})
     if not strides:
         text = "[" * 100_000
-    with pytest.raises(CorruptDataError, match="here: distributed metadata"):
+    with pytest.raises(CorruptDataError, match="here: invalid distributed metadata"):
         from_json(text.encode(), "here")
 
 
 def test_a_name_that_is_no_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match=r"'a\\udc80b': UTF-8 cannot express"):
+    with pytest.raises(CheckpointException, match=r"'a\\udc80b': the name cannot be encoded as UTF-8"):
         ours.save({"a\udc80b": torch.ones(3)}, tmp_path, 1, no_dist=True)

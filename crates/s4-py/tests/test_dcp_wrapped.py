@@ -169,7 +169,7 @@ def _save_and_load(rank: int, place: str) -> None:
 def _load_a_part(rank: int, place: str) -> None:
     with pytest.raises(CheckpointException) as failed:
         s4weights.dcp.load({"w": _sharded(20, rank)}, place)
-    assert "a shard of which must be loaded as it was saved" in str(failed.value.failures[rank][0])
+    assert "its shards must be loaded as they were saved" in str(failed.value.failures[rank][0])
 
 
 def test_shards_may_be_wrappers(tmp_path: Path) -> None:

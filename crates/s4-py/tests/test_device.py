@@ -114,10 +114,10 @@ def test_load_into_refuses_what_does_not_fit(path: Path) -> None:
         return {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(2), **changed}
 
     cases = [
-        ({"a": torch.zeros(3), "b": torch.zeros(2)}, "`c` is in the file only"),
+        ({"a": torch.zeros(3), "b": torch.zeros(2)}, "`c` is only in the file"),
         (three(d=torch.zeros(1)), "`d` is not in the file"),
-        (three(a=torch.zeros(3, 1)), r"`a` is torch.float32 \[3, 1\], in the file"),
-        (three(a=torch.zeros(3).double()), r"`a` is torch.float64 \[3\], in the file"),
+        (three(a=torch.zeros(3, 1)), r"`a` is torch.float32 \[3, 1\], but torch.float32 \[3\] in the file"),
+        (three(a=torch.zeros(3).double()), r"`a` is torch.float64 \[3\], but torch.float32 \[3\] in the file"),
         (three(a=torch.zeros(3, device="meta")), "`a` has no memory"),
         (three(a=torch.zeros(3).to_sparse()), "`a` is of layout sparse_coo"),
         (three(b=shared[:2], c=shared[1:3]), "`b` and `c` share memory"),
@@ -194,11 +194,11 @@ def test_the_default_device_does_not_matter(path: Path) -> None:
 @without_gpu
 def test_values_that_nothing_can_read_are_an_error() -> None:
     compute = _device.Compute("cpu", None)
-    with pytest.raises(s4weights.S4Error, match=r"cuda:0, cuda:1: .* no engine"):
+    with pytest.raises(s4weights.S4Error, match=r"cuda:0, cuda:1: .* engine could not be set up"):
         # The native reader is not asked.
         requests = [(0, 1, 4, (1, 0)), (1, 1, 4, (0, 0))]
         read_batch(None, compute, requests, Progress(None, 0, "load"))  # type: ignore[arg-type]
     live = LiveWeights({}, compute)
     live._requests = lambda: [(0, 1, 4, (0, 0))]  # type: ignore[method-assign]
-    with pytest.raises(s4weights.S4Error, match=r"cuda:0: .* no engine"):
+    with pytest.raises(s4weights.S4Error, match=r"cuda:0: .* engine could not be set up"):
         live.apply(None, lambda: None)  # type: ignore[arg-type, return-value]

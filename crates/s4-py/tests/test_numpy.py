@@ -150,13 +150,13 @@ def test_parts_are_read(tmp_path: Path) -> None:
 def test_what_only_pytorch_can_keep_is_said(tmp_path: Path) -> None:
     path, shared = tmp_path / "a.s4w", [1]
     for obj, words in (
-        ({"m": {"x": object()}}, r"`m\.x` is of type object"),
-        ({"m": np.array(["text"])}, "`m`: the format has no dtype str"),
-        ({"m": np.array([None])}, "`m`: the format has no dtype object"),
-        ({"m": np.zeros(2, [("a", "i4")])}, "`m`: the format has no dtype"),
-        ({"m": np.zeros(2, "M8[s]")}, "`m`: the format has no dtype datetime64"),
-        ({"m": np.ma.masked_array([1, 2], [True, False])}, "`m` is of type MaskedArray"),
-        ({"m": torch.ones(2)}, "`m` is of type Tensor"),
+        ({"m": {"x": object()}}, r"`m\.x` has type object"),
+        ({"m": np.array(["text"])}, "`m`: the format does not support dtype str"),
+        ({"m": np.array([None])}, "`m`: the format does not support dtype object"),
+        ({"m": np.zeros(2, [("a", "i4")])}, "`m`: the format does not support dtype"),
+        ({"m": np.zeros(2, "M8[s]")}, "`m`: the format does not support dtype datetime64"),
+        ({"m": np.ma.masked_array([1, 2], [True, False])}, "`m` has type MaskedArray"),
+        ({"m": torch.ones(2)}, "`m` has type Tensor"),
         ([shared, shared], "occurs"),
     ):
         with pytest.raises(s4weights.UnsupportedFormatError, match=words):

@@ -147,7 +147,7 @@ def test_what_is_not_there_and_what_was_closed(path, tmp_path):
     with s4weights.open(path) as f:
         with pytest.raises(KeyError, match=r"did you mean 'model\.bias'"):
             f.get_tensor("model.bais")
-        with pytest.raises(KeyError, match="no tensor is at 'xyz'"):
+        with pytest.raises(KeyError, match="no tensor at 'xyz'"):
             f.get_tensor("xyz")
         assert repr(f) == f"<s4weights.File {str(path)!r}: {len(f)} tensors>"
         part = f.get_slice("model.w")
@@ -354,7 +354,7 @@ def test_an_object_that_takes_values_to_be_rebuilt_is_told():
 def test_tensors_that_share_memory_only_here_are_refused(make):
     w = make(3, 2)
     saved = {"e": torch.ones(3, 2), "h": torch.full((2, 3), 2.0)}
-    with pytest.raises(s4weights.MismatchError, match="`e` and `h` share memory, but not in the file"):
+    with pytest.raises(s4weights.MismatchError, match="`e` and `h` share memory here, but not in the file"):
         s4weights.load_into({"e": w, "h": w.t()}, in_memory(saved))
     assert not w.any()
     base, rows = make(6, 2), torch.ones(4, 2)
@@ -402,7 +402,7 @@ def test_tensors_that_take_turns_in_memory():
 
 def test_targets_that_cannot_be_filled_are_told_before_any_is():
     target = {"a": torch.zeros(2), "b": torch.zeros(1).expand(4)}
-    with pytest.raises(s4weights.MismatchError, match="`b` has one place in memory"):
+    with pytest.raises(s4weights.MismatchError, match="`b` has several elements at the same memory location"):
         s4weights.load_into(target, in_memory({"a": torch.ones(2), "b": torch.ones(4)}))
     assert not target["a"].any()
     lazy = torch.nn.LazyLinear(3)
@@ -447,7 +447,7 @@ def test_extra_state_is_found_wherever_modules_are():
     assert (holder.m.weight == 7).all()
     cyclic = {"w": torch.zeros(2)}
     cyclic["self"] = cyclic
-    with pytest.raises(s4weights.MismatchError, match="`x` is in the file only"):
+    with pytest.raises(s4weights.MismatchError, match="`x` is only in the file"):
         s4weights.load_into(cyclic, in_memory({"w": torch.ones(2), "x": torch.ones(1)}))
     s4weights.load_into(cyclic, in_memory({"w": torch.ones(2)}))
     assert cyclic["w"].all()
@@ -482,7 +482,7 @@ def test_memory_that_was_freed_is_not_written_to():
     for size in (0, 8):
         target = {"a": torch.zeros(4), "b": torch.zeros(3)}
         target["b"].untyped_storage().resize_(size)
-        with pytest.raises(s4weights.MismatchError, match="`b` has too little memory for its elements"):
+        with pytest.raises(s4weights.MismatchError, match="`b` does not have enough memory for its elements"):
             s4weights.load_into(target, in_memory(saved))
         assert torch.equal(target["a"], torch.zeros(4))
 
@@ -500,7 +500,7 @@ def test_a_part_that_pytorch_cannot_take_is_no_matter_of_memory(tmp_path):
     s4weights.save({"w": torch.ones(8, dtype=torch.uint8).view(torch.uint4)}, tmp_path / "x.s4w")
     with s4weights.open(tmp_path / "x.s4w") as f:
         assert f["w"].dtype == torch.uint4
-        with pytest.raises(NotImplementedError, match=r"`w`: PyTorch cannot .* of uint4"):
+        with pytest.raises(NotImplementedError, match=r"`w`: PyTorch does not support this index for .* of uint4"):
             f.get_slice("w")[::2]
-        with pytest.raises(NotImplementedError, match=r"`w`: PyTorch cannot .* of uint4"):
+        with pytest.raises(NotImplementedError, match=r"`w`: PyTorch does not support this index for .* of uint4"):
             f.get_slice("w")[[0, 2]]

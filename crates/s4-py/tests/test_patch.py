@@ -124,7 +124,7 @@ def test_functions_that_were_assigned_by_hand_do_not_call_themselves(tmp_path, m
     with s4weights.patch():
         assert_identical(torch.load(path), state())
     monkeypatch.setattr(torch.serialization, "load", s4weights.load)
-    with pytest.raises(RuntimeError, match=r"s4weights\.patch\(\) keeps it"):
+    with pytest.raises(RuntimeError, match=r"use s4weights\.patch\(\) to keep it"):
         torch.load(path)
 
 
@@ -135,7 +135,7 @@ def test_functions_that_wrap_ours_do_not_call_themselves(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", wrapped)
     assert_identical(torch.load(path), state())
     monkeypatch.setattr(torch.serialization, "load", wrapped)
-    with pytest.raises(RuntimeError, match=r"s4weights\.patch\(\) keeps it"):
+    with pytest.raises(RuntimeError, match=r"use s4weights\.patch\(\) to keep it"):
         torch.load(path)
 
 

@@ -192,7 +192,7 @@ def test_what_is_no_step(tmp_path: Path, step: Any) -> None:
         for number in (0, 1):
             store.save_checkpoint({}, number)
         for call in (store.delete, store.pin, store.rebase, store.load_checkpoint, store.verify):
-            with pytest.raises(ValueError, match="step: an integer or the id of an entry expected"):
+            with pytest.raises(ValueError, match="step: expected an integer or the id of an entry"):
                 call(step)
         assert [entry.step for entry in store.list()] == [0, 1]
         store.load_checkpoint(torch.tensor(1))  # type: ignore[arg-type]
@@ -200,7 +200,7 @@ def test_what_is_no_step(tmp_path: Path, step: Any) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="names of files are text there")
 def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be UTF-8"):
+    with pytest.raises(ValueError, match="must be valid UTF-8"):
         CheckpointStore(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
 
 
@@ -208,7 +208,7 @@ def test_memory_that_several_elements_share(tmp_path: Path) -> None:
     path = tmp_path / "a"
     s4weights.save({"a": torch.arange(6.0).reshape(3, 2)}, path)
     memory = torch.zeros(4)
-    with pytest.raises(s4weights.MismatchError, match="`a` may have one place in memory"):
+    with pytest.raises(s4weights.MismatchError, match="`a` may have several elements at the same memory location"):
         s4weights.load_into({"a": memory.unfold(0, 2, 1)}, path)
     assert not memory.any()
     for apart in (torch.zeros(2, 3).t(), torch.zeros(3, 4)[:, ::2], torch.zeros(9, 2)[::3]):

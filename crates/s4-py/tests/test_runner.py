@@ -313,7 +313,7 @@ def test_a_progress_function_cannot_load_what_waits_for_it(tmp_path: Path) -> No
 def test_patience_ends(tmp_path: Path) -> None:
     store = open_store(tmp_path, f"unix://{tmp_path}/nobody.sock", timeout=0.3)
     began = time.monotonic()
-    with pytest.raises(StorageError, match="does not answer") as raised:
+    with pytest.raises(StorageError, match="does not respond") as raised:
         store.save_checkpoint(state(1), 1)
     assert raised.value.errno == errno.ENOENT
     assert time.monotonic() - began < 5

@@ -366,7 +366,7 @@ def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path: Path) -> Non
         with pytest.raises(ValueError, match="of 1 or more"):
             Retention(**number)
     for step in (1 << 64, -1, True, 1.0, "1"):
-        with pytest.raises(ValueError, match="step: an integer"):
+        with pytest.raises(ValueError, match="step: expected a non-negative integer"):
             CheckpointStore(tmp_path).save_checkpoint({}, step)  # type: ignore[arg-type]
     options: list[dict[str, Any]] = [
         *({"max_chain": 0}, {"max_hops": -1}, {"threads": -1}, {"parent_memory": -1}),

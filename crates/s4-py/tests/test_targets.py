@@ -82,10 +82,10 @@ def test_options_mean_the_same_everywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"region": "x", "secret_access_key": b"hush"}, "secret_access_key: a string expected, not b"),
-        ({"region": None}, "region: a string expected, not NoneType"),
-        ({5: "hush"}, "5: a name expected"),
-        ([("region", "x")], "not a list"),
+        ({"region": "x", "secret_access_key": b"hush"}, "secret_access_key: expected a string, not b"),
+        ({"region": None}, "region: expected a string, not NoneType"),
+        ({5: "hush"}, "expected a name, not 5"),
+        ([("region", "x")], "expected a dict of names and values, not list"),
     ],
 )
 def test_options_are_strings(tmp_path: Path, options: Any, message: str) -> None:
@@ -415,12 +415,12 @@ def test_options(path: Path) -> None:
 @pytest.mark.parametrize(
     ("threads", "error", "what"),
     [
-        (0, ValueError, "threads=0: an integer of 1 or more expected"),
-        (-1, ValueError, "threads=-1: an integer of 1 or more expected"),
-        (1 << 64, ValueError, "an integer of 1 or more expected"),
-        ("2", TypeError, "threads='2': an integer expected"),
-        (2.0, TypeError, "threads=2.0: an integer expected"),
-        (True, TypeError, "threads=True: an integer expected"),
+        (0, ValueError, "threads=0: expected an integer of 1 or more"),
+        (-1, ValueError, "threads=-1: expected an integer of 1 or more"),
+        (1 << 64, ValueError, "expected an integer of 1 or more"),
+        ("2", TypeError, "threads='2': expected an integer"),
+        (2.0, TypeError, "threads=2.0: expected an integer"),
+        (True, TypeError, "threads=True: expected an integer"),
     ],
 )
 def test_threads_are_checked_alike_everywhere(

@@ -1,31 +1,30 @@
 """Lossless compression of PyTorch training checkpoints.
 
-`save` and `load` stand in for `torch.save` and `torch.load`::
+`save` and `load` replace `torch.save` and `torch.load`::
 
     import s4weights
 
     s4weights.save({"model": model.state_dict(), "step": step}, "step100.s4w")
     checkpoint = s4weights.load("step100.s4w", map_location="cuda")
 
-`CheckpointStore` keeps many checkpoints of a run, most as small deltas of an earlier one::
+`CheckpointStore` stores the checkpoints of a run, most of them as small deltas of an earlier one::
 
     with s4weights.CheckpointStore("runs/a") as store:
         store.save_checkpoint({"model": model.state_dict()}, step, blocking=False)
         ...
         checkpoint = store.load_checkpoint()
 
-`open` reads individual tensors of a file, whole or in part. `s4weights.numpy` saves, loads and
+`open` reads individual tensors, or parts of them, from a file. `s4weights.numpy` saves, loads and
 opens files with NumPy arrays, without PyTorch. `patch` makes unmodified programs that call
 `torch.save` and `torch.load` use ``.s4w`` files.
 
 Tensors on CUDA devices are encoded and decoded on the device. `load_into` fills existing tensors
 in place. `verify` checks a file without PyTorch, and `inspect` shows what is in it.
 
-All functions, and the methods of a store, may be called from several threads at the same time;
-protecting their arguments (tensors, streams) is up to the caller. Ctrl-C interrupts any call within
-a second.
-Warnings go to the logger ``s4weights`` and its children, such as ``s4weights.store``; a program
-that has not set up `logging` sees them on stderr.
+All functions and store methods may be called from several threads at the same time; the caller must
+protect their arguments (tensors, streams). Ctrl-C interrupts any call within a second. Warnings go
+to the logger ``s4weights`` and its children, such as ``s4weights.store``. If `logging` is not set
+up, they are printed on stderr.
 """
 
 from __future__ import annotations

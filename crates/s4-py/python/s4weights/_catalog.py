@@ -1,4 +1,4 @@
-"""Listing and maintenance: the part of `CheckpointStore` that neither saves nor loads values."""
+"""Listing and maintenance: the methods of `CheckpointStore` that neither save nor load values."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _SUBMISSION = "s4w.submission"
 
 
 class Catalog(ABC):
-    """The checkpoints of a store. Subclasses decide how it is opened."""
+    """The checkpoints of a store. Subclasses determine how it is opened."""
 
     url: str
     retention: Retention | None
 
     @abstractmethod
     def _open(self, mode: str) -> _core.Store:
-        """The native store, opened if need be."""
+        """Return the native store, opening it if necessary."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """Waits for the background save, if any."""
+        """Wait for the background save, if any."""
 
     @abstractmethod
     def _watch(self, tracker: Progress) -> _core.Progress:
         """The function that native work calls while it runs."""
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint; ``None`` if there is none, or no store yet."""
+        """Return the step of the newest checkpoint, or ``None`` if there is no checkpoint or no store."""
         entry = self.latest_entry()
         return None if entry is None else entry.step
 
     def latest_entry(self) -> CheckpointEntry | None:
-        """The newest checkpoint: the one that was saved last, whatever its step."""
+        """Return the newest checkpoint: the one that was saved last, whatever its step."""
         try:
             found = self._open("open").latest()
         except NotFoundError:
@@ -52,46 +52,49 @@ class Catalog(ABC):
         return None if found is None else listed(json.loads(found))
 
     def list(self) -> Entries:
-        """All checkpoints, from the oldest to the newest."""
+        """Return all checkpoints, from the oldest to the newest."""
         try:
             return [listed(item) for item in json.loads(self._open("open").list())]
         except NotFoundError:
             return []
 
     def delete(self, step: int | str) -> None:
-        """Takes a checkpoint, or all of a step, off the list. `gc` deletes the data later.
+        """Remove a checkpoint, or all checkpoints of a step, from the list. `gc` deletes the data later.
 
-        Raises `ConflictError` if the checkpoint is pinned, or if another one needs it: `rebase`
-        that other one first.
+        Raises `ConflictError` if the checkpoint is pinned or if another checkpoint needs it. In the
+        latter case, `rebase` the other checkpoint first.
         """
         self._settle()
         self._open("open").retire([entry.id for entry in self._all(step)], "deleted")
 
     def undelete(self, ids: str | Iterable[str]) -> Entries:
-        """Lists checkpoints again that were deleted, or that retention took off the list, by their
-        ids, together with the ones that they are deltas of. This is possible until `gc` has given
-        up their data, and raises `ConflictError` after that. Returns the entries listed again.
+        """Put deleted checkpoints, and those removed by retention, back on the list, given their ids.
+
+        The checkpoints that they are deltas of are put back as well. This works until `gc` has
+        given up their data; after that, it raises `ConflictError`. Returns the entries put back.
         """
         self._settle()
         if not isinstance(ids, Iterable):
-            raise TypeError(f"ids={ids!r}: ids of checkpoints expected")
+            raise TypeError(f"ids={ids!r}: expected checkpoint ids")
         wanted = [ids] if isinstance(ids, str) else [*ids]
         return [listed(item) for item in json.loads(self._open("open").unretire(wanted))]
 
     def pin(self, step: int | str) -> None:
-        """Protects a checkpoint from deletion, including by retention."""
+        """Protect a checkpoint from deletion, including deletion by retention."""
         self._open("open").pin(self._find(step).id, True)
 
     def unpin(self, step: int | str) -> None:
-        """Ends the protection of a checkpoint by `pin`."""
+        """Remove the protection that `pin` gave a checkpoint."""
         self._open("open").pin(self._find(step).id, False)
 
     def verify(self, step: int | str | None = None, *, read_data: bool = True) -> dict[str, Any]:
-        """Checks one checkpoint, those of a step, or all: hashes, with ``read_data`` all values.
+        """Check one checkpoint, all checkpoints of a step, or all checkpoints.
 
-        Returns a report: ``clean``; ``findings``, what is damaged; ``unusable``, the checkpoints
-        that need something damaged; ``restores`` and ``does_not_restore``, the ids of the checked
-        checkpoints, each in one of the two lists.
+        Hashes are always checked. With ``read_data``, all values are read as well.
+
+        Returns a report with the keys ``clean``; ``findings``, the damage found; ``unusable``, the
+        checkpoints that need damaged data; and ``restores`` and ``does_not_restore``, which
+        together list the ids of all checked checkpoints.
         """
         check_flag("read_data", read_data)
         self._settle()
@@ -106,13 +109,16 @@ class Catalog(ABC):
         grace: timedelta | float = 7 * _DAY,
         exclusive: bool = False,
     ) -> dict[str, Any]:
-        """Deletes the data of checkpoints that were taken off the list longer ago than ``grace``
-        (at least a day, in seconds), and of saves that were never finished.
+        """Delete the data of removed checkpoints and of saves that were never finished.
+
+        The data of a removed checkpoint is deleted once it has been off the list for longer than
+        ``grace``, which must be at least a day.
 
         Args:
             dry_run: only report what would be deleted.
-            grace: time for running loads and saves to finish.
-            exclusive: nobody else uses the store now, so ``grace`` may be less than a day.
+            grace: time for running loads and saves to finish, in seconds or as a `timedelta`.
+            exclusive: promise that nobody else is using the store, so that ``grace`` may be less
+                than a day.
         """
         for name, flag in (("dry_run", dry_run), ("exclusive", exclusive)):
             check_flag(name, flag)
@@ -123,8 +129,10 @@ class Catalog(ABC):
         return report
 
     def rebase(self, step: int | str, *, progress: ProgressArgument = None) -> CheckpointEntry:
-        """Rewrites a delta as a base, which replaces it once every value has been compared. After
-        that its former parent can be deleted.
+        """Rewrite a delta as a base.
+
+        The base replaces the delta once all values have been compared. After that, the former
+        parent can be deleted.
         """
         self._settle()
         found = self._find(step)
@@ -135,12 +143,12 @@ class Catalog(ABC):
             tracker.close()
 
     def apply_retention(self, retention: Retention | int | None = None) -> Ids:
-        """Takes checkpoints off the list that a policy (by default the store's) does not keep.
-        Returns their ids.
+        """Remove the checkpoints that a policy (by default the store's) does not keep from the
+        list. Return their ids.
         """
         policy = Retention.of(retention) or self.retention
         if policy is None:
-            raise ValueError("no retention was given, neither here nor to the store")
+            raise ValueError("no retention policy was passed, and the store has none")
         return self._retain(policy)
 
     def _retain(self, policy: Retention) -> Ids:
@@ -168,5 +176,5 @@ class Catalog(ABC):
         return found
 
     def _nothing(self, step: int | str | None) -> NotFoundError:
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        what = "no checkpoint" if step is None else f"no checkpoint for step {step}"
         return NotFoundError(2, what, self.url)

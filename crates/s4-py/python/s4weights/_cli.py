@@ -1,6 +1,4 @@
-"""The command ``s4w``: runs the native program, and handles PyTorch's own files and folders, for
-which PyTorch is needed.
-"""
+"""The command ``s4w``: runs the native program, and handles PyTorch's own files and folders, which need PyTorch."""
 
 from __future__ import annotations
 
@@ -53,20 +51,20 @@ _SHORT = {"f": "--force", "h": "--help", "o": "--option", "q": "--quiet", "v": "
 
 #: Advice for a distributed checkpoint that holds more than tensors and plain values.
 _PIECES = (
-    "torch.serialization.add_safe_globals([...]) allows what it needs, and s4weights.dcp.load loads it from "
-    "its store"
+    "allow the globals that it needs with torch.serialization.add_safe_globals([...]), and load it from its store "
+    "with s4weights.dcp.load"
 )
 
-_NO_STREAM = "standard input and output are not supported: name a file (`./-` is a file named `-`)"
+_NO_STREAM = "standard input and output are not supported: name a file (`./-` for a file named `-`)"
 
 
 class _UsageError(Exception):
-    """The command line makes no sense."""
+    """The command line is invalid."""
 
 
 class _Line(NamedTuple):
-    """A command line: its names, beginning with the verb, and its options with their values, which
-    are ``None`` where one is missing.
+    """A command line: its names, starting with the verb, and its options with their values. A
+    missing value is ``None``.
     """
 
     names: list[str]
@@ -83,7 +81,7 @@ class _Line(NamedTuple):
         if given is None:
             return None
         if not (given.isdecimal() and given.isascii() and int(given) > 0):
-            raise _UsageError("--threads: a number of 1 or more expected")
+            raise _UsageError("--threads: expected a number of at least 1")
         return int(given)
 
     def timeout(self) -> float | None:
@@ -95,24 +93,24 @@ class _Line(NamedTuple):
         except ValueError:
             seconds = 0.0
         if not 0 < seconds <= _DAY:
-            raise _UsageError("--timeout: a number of seconds is expected, at most a day")
+            raise _UsageError("--timeout: expected a number of seconds, at most a day")
         return seconds
 
     def require(self, names: int, usage: str, *options: str) -> None:
-        """Raises `_UsageError` for more names than ``names``, or for unknown or incomplete options."""
+        """Raise `_UsageError` for more names than ``names``, or for unknown or incomplete options."""
         known = {"--quiet", "--verbose", "--force", "--timeout", *options}
         # Only names are reported: the value of an option may be a secret.
         unknown = sorted({name for name, _ in self.options} - known)
         if unknown or len(self.names) > names:
-            what = f"no option {unknown[0]}" if unknown else f"no more than {names - 1} names"
-            raise _UsageError(f"for PyTorch files there is {what}: {usage}")
+            what = f"{unknown[0]} is not supported" if unknown else f"at most {names - 1} names are allowed"
+            raise _UsageError(f"{what} for PyTorch files: {usage}")
         if missing := [name for name, value in self.options if value is None]:
-            raise _UsageError(f"{missing[0]}: a value is missing: {usage}")
+            raise _UsageError(f"{missing[0]} requires a value: {usage}")
 
     def require_no_timeout(self, *files: str) -> None:
-        """Raises `_UsageError` for a ``--timeout`` that would have no effect."""
+        """Raise `_UsageError` for a ``--timeout`` that would have no effect."""
         if self.timeout() is not None and any(map(_is_remote, files)):
-            what = "--timeout: the time that PyTorch files at URLs take cannot be chosen"
+            what = "--timeout: not supported for PyTorch files at URLs"
             raise _UsageError(what)
 
 
@@ -139,7 +137,7 @@ def _split(arguments: Sequence[str]) -> _Line:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     hold_descriptors()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if unreadable := _no_text(arguments):
@@ -154,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _native(arguments: list[str]) -> int:
-    """Runs the native program; returns its exit code."""
+    """Run the native program; return its exit code."""
     # It has its own signal handlers while it runs: Python's would wait until it is done.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in ENDING} if is_main else {}
@@ -169,7 +167,7 @@ def _native(arguments: list[str]) -> int:
 
 
 def _no_text(arguments: Sequence[str]) -> str:
-    """Says which arguments are not text, as the native program does; empty if all are."""
+    """Return a message about arguments that are not text, as the native program does, or an empty string."""
     bad = []
     for number, argument in enumerate(arguments, 1):
         shown = os.fsencode(argument).decode("utf-8", "replace")
@@ -198,7 +196,7 @@ def _converter(line: _Line) -> Callable[[_Line], str] | None:
 
 
 def _is_pickled(line: _Line, source: str) -> bool:
-    """Whether a file holds a pickle, and PyTorch is installed to say which tensors it has."""
+    """Whether a file contains a pickle, and PyTorch is installed to find its tensors."""
     # Only the native program obeys the option.
     is_timed = line.has("--timeout") and _is_remote(source)
     if is_timed or _is_stream(source) or importlib.util.find_spec("torch") is None:
@@ -249,7 +247,7 @@ def _is_distributed(reader: _core.Reader) -> bool:
 
 
 def _run(line: _Line, is_level: bool) -> int | None:
-    """Does the work and returns the exit code, or ``None`` if the native program is to do it."""
+    """Do the work. Return the exit code, or ``None`` if the native program should do it."""
     with Signals() as signals, warnings.catch_warnings():
         if line.has("--quiet"):
             warnings.simplefilter("ignore")
@@ -269,7 +267,7 @@ def _run(line: _Line, is_level: bool) -> int | None:
         except ImportError as e:
             code, said = EXIT_UNSUPPORTED, f"{e}: PyTorch files need PyTorch: pip install torch"
         except MemoryError:
-            code, said = EXIT_UNSUPPORTED, "this machine has not enough memory for it"
+            code, said = EXIT_UNSUPPORTED, "this machine does not have enough memory"
         except (Exception, Stopped) as e:
             code, said = _code(e), _message(e)
         if signals.came:
@@ -307,7 +305,7 @@ def _compress(line: _Line) -> str:
     preset, threads = line.value("--preset"), line.threads()
     preset = "balanced" if preset is None else preset
     if preset not in PRESETS:
-        raise _UsageError(f"--preset: {', '.join(PRESETS[:-1])} expected")
+        raise _UsageError(f"--preset: expected one of {', '.join(PRESETS[:-1])}")
     source = line.names[1]
     is_folder = os.path.isdir(source)
     if len(line.names) > 2:
@@ -386,8 +384,8 @@ def _restore(line: _Line) -> str:
         where = f"{store.url}: step {entry.step}"
         if int(entry.tags.get("dcp.ranks", "1")) > 1:
             what = (
-                f"{where}: each rank saved a checkpoint of its own, and this is that of rank "
-                f"{entry.tags.get('dcp.rank')}: load it with s4weights.dcp on as many ranks"
+                f"{where}: each rank saved its own checkpoint, and this one is from rank "
+                f"{entry.tags.get('dcp.rank')}: load it with s4weights.dcp on the same number of ranks"
             )
             raise UnsupportedFormatError(what)
         try:
@@ -397,7 +395,7 @@ def _restore(line: _Line) -> str:
                 # The id of a checkpoint can take the place of a step.
                 state = store.load_checkpoint(entry.id, map_location="cpu", weights_only=True)
         except UnsafeLoadError as error:
-            steps = f"s4weights.load_checkpoint({store.url!r}, {entry.id!r}, weights_only=False) loads it"
+            steps = f"s4weights.load_checkpoint({store.url!r}, {entry.id!r}, weights_only=False)"
             raise _unsafe(where, error, _PIECES if is_distributed else steps) from error
     write_file(state, target, force=line.has("--force"))
     return f"{target}: written"
@@ -430,9 +428,9 @@ def _write_arrays(reader: _core.Reader, where: str, target: str, line: _Line) ->
         force = line.has("--force")
         number, left_out = write_arrays(reader, where, target, force=force)
     except UnsafeLoadError as error:
-        raise _unsafe(where, error, "s4weights.load(..., weights_only=False) loads it") from error
+        raise _unsafe(where, error, "s4weights.load(..., weights_only=False)") from error
     warnings.warn(
-        f"{target} holds tensors only; left out: {left_out}. A name that ends with .pt gets all of it",
+        f"{target} contains only tensors; left out: {left_out}. Use a name that ends with .pt to write everything",
         stacklevel=1,
     )
     return f"{target}: {number} tensor{'' if number == 1 else 's'}"
@@ -447,7 +445,7 @@ def _restored(line: _Line, file: str) -> tuple[tuple[dict[str, str], int | str |
     if root is not None and path is not None:
         root = os.path.realpath(root)
         if os.path.isdir(root) and Path(os.path.realpath(path)).is_relative_to(root):
-            what = "lies in the store that is read, and nothing was changed: name an output outside of it"
+            what = "the output is in the store that is read; nothing was changed. Name an output outside of it"
             raise _UsageError(f"{target}: {what}")
     _check_output(None, target, line)
     _require_folder(target)
@@ -459,14 +457,14 @@ def _choice(line: _Line, usage: str) -> tuple[dict[str, str], int | str | None]:
     pairs = [(value or "").partition("=") for name, value in line.options if name == "--option"]
     storage = {key: value for key, _, value in pairs}
     if "" in storage or len(storage) < len(pairs):
-        raise _UsageError(f"an option of the object store has no name, or is given twice: {usage}")
+        raise _UsageError(f"an object store option has no name or is given twice: {usage}")
     which = line.names[3]
     step = None if which == "latest" else int(which) if which.isdecimal() else which
     if isinstance(step, str):
         try:
             uuid.UUID(step)
         except ValueError:
-            what = f"`{which}` is not a step, a checkpoint's id or `latest`"
+            what = f"`{which}` is not a step, a checkpoint id or `latest`"
             raise _UsageError(what) from None
     return storage, step
 
@@ -495,17 +493,17 @@ def _put_together(reader: _core.Reader, where: str) -> Any:
 
 
 def _unsafe(where: str, error: UnsafeLoadError, steps: str) -> UnsafeLoadError:
-    """A refusal that says what to do in Python."""
+    """Return an error that describes what to do in Python."""
     from ._cli_torch import brief
 
-    place = f"`{error.key_path}`" if error.key_path else "the saved object itself"
+    place = f"`{error.key_path}`" if error.key_path else "the saved object"
     if error.global_name:
-        what = f"{place} needs `{error.global_name[:200]}`, which is more than tensors and plain values"
+        what = f"{place} needs `{error.global_name[:200]}`, which is neither a tensor nor a plain value"
     else:
-        what = f"PyTorch's restricted reader does not take {place}: {brief(error)}"
+        what = f"PyTorch's restricted unpickler rejected {place}: {brief(error)}"
     message = (
-        f"{where}: {what}. Loading it can run code that the file holds, which `s4w` never does. If you "
-        f"trust whoever wrote it, in Python: {steps}"
+        f"{where}: {what}. Loading it can run code from the file, which `s4w` never does. If you "
+        f"trust its source, do this in Python: {steps}"
     )
     return UnsafeLoadError(message, key_path=error.key_path, global_name=error.global_name)
 
@@ -517,16 +515,16 @@ def _with_ending(name: str, ending: str) -> str:
 
 
 def _check_output(source: str | None, target: str, line: _Line) -> None:
-    """Refuses to read a pipe, to overwrite the input or, without ``--force``, to overwrite anything, as the native
+    """Refuse to read a pipe, to overwrite the input or, without ``--force``, to overwrite anything, as the native
     program does.
     """
     if source is not None and _is_stream(source):
-        what = "a pipe or a device is not supported as input, which is read by range: name a file"
+        what = "the input cannot be a pipe or a device, because it is read by range: name a file"
         raise _UsageError(f"{source}: {what}")
     source_path = None if source is None else _local(source)
     target_path = _local(target)
     if source is not None and (source == target or _is_same(source_path, target_path)):
-        what = "input and output are the same file, and nothing was changed: name another output"
+        what = "input and output are the same file; nothing was changed. Name another output"
         raise _UsageError(f"{target}: {what}")
     if line.has("--force"):
         return
@@ -576,10 +574,10 @@ def _is_remote(name: str) -> bool:
 
 
 def _require_folder(target: str) -> None:
-    """Raises before any work is done if it is already clear that the file cannot be written."""
+    """Raise before any work is done if it is already clear that the file cannot be written."""
     if is_url(target):
         kind = "a .safetensors file" if target.endswith(ARRAYS) else "a PyTorch file"
-        what = f"{target}: {kind} is written to a path, not to a URL: name one"
+        what = f"{target}: {kind} can be written to a local path only, not to a URL"
         raise UnsupportedFormatError(what)
     if os.path.isdir(target):
         raise StorageError(errno.EISDIR, os.strerror(errno.EISDIR), target)
@@ -587,5 +585,5 @@ def _require_folder(target: str) -> None:
     if not os.path.isdir(folder):
         missing = errno.ENOTDIR if os.path.exists(folder) else errno.ENOENT
         raise StorageError(
-            missing, f"the folder {folder} cannot be used: {os.strerror(missing)}", target
+            missing, f"cannot use the folder {folder}: {os.strerror(missing)}", target
         )

@@ -1,5 +1,5 @@
-"""Writes the tensors of a pickled object to a .safetensors file, for the command line: which tensors
-it has, and in which shape, only PyTorch can tell. For other objects the native program does this.
+"""Writes the tensors of a pickled object to a .safetensors file, for the command line. Only PyTorch
+can determine the tensors and their shapes. For other objects the native program does this.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ _MOST_TIMES, _MOST_MORE = 16, 1 << 30
 def write_arrays(
     reader: _core.Reader, where: str, target: str, *, force: bool
 ) -> tuple[int, str]:
-    """Writes the tensors under the names that `open` gives them. Returns their number, and what is
-    left out.
-    """
+    """Write the tensors under the names that `open` gives them. Return their number, and what is left out."""
     file = File(where, reader, "cpu", True)
     metadata, ties = file.metadata(), 0
     header: dict[str, Any] = {}
@@ -62,7 +60,7 @@ def write_arrays(
         if dtype not in _DTYPES or name == "__metadata__":
             what = "a name" if dtype in _DTYPES else f"{dtype}, a dtype"
             message = (
-                f"{where}: tensor `{name}` has {what} that safetensors does not have; write a .pt file instead"
+                f"{where}: tensor `{name}` has {what} that safetensors does not support; write a .pt file instead"
             )
             raise UnsupportedFormatError(message)
         lazy = tensor.is_conj(), tensor.is_neg()
@@ -79,8 +77,8 @@ def write_arrays(
         header[name] = {"dtype": _DTYPES[dtype], "shape": list(tensor.shape), "bytes": nbytes}
         if written > stored * _MOST_TIMES + _MOST_MORE:
             message = (
-                f"{where}: its tensors repeat what is stored: a .safetensors file has every value, more "
-                f"than {written} bytes of {stored}; write a .pt file instead"
+                f"{where}: its tensors repeat what is stored, and a .safetensors file would hold every copy: "
+                f"at least {written} bytes for {stored} stored; write a .pt file instead"
             )
             raise UnsupportedFormatError(message)
     # Wide elements first, so that all are aligned.
@@ -102,7 +100,7 @@ def write_arrays(
 
 
 def _left_out(reader: _core.Reader, ties: int) -> str:
-    parts = ["the object that the tensors are in, with all other values"]
+    parts = ["the object that contains the tensors, with all other values"]
     obj = layouts_of(reader, True).obj
     others = sum(t.layout is not torch.strided for _, t in walk_tensors(obj, as_state=True))
     if others:

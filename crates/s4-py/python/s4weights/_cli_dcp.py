@@ -58,7 +58,7 @@ class _Stored:
         name = self._names.get(index, "")
         found = self._tensors.get(name)
         if found is None and name + MARK in self._tensors:
-            what = f"{fqn!r} wraps other tensors: load it by torch.distributed.checkpoint"
+            what = f"{fqn!r} wraps other tensors: load it with torch.distributed.checkpoint"
             raise UnsupportedFormatError(what)
         if found is None:
             raise CorruptDataError(f"{fqn!r} has no piece{f' at {offset}' if offset else ''}")
@@ -91,7 +91,7 @@ class _Stored:
         for offset, lengths in pieces.items():
             numbers[offset], kind, shape = self._find(fqn, offset)
             if (kind, shape) != (dtype_name(dtype), lengths):
-                said = f"{dtype_name(dtype)} of {lengths} in the metadata"
+                said = f"but {dtype_name(dtype)} of {lengths} in the metadata"
                 raise CorruptDataError(
                     f"{fqn!r}: the piece at {offset} is {kind} of {shape}, {said}"
                 )
@@ -109,7 +109,7 @@ class _Stored:
         return whole
 
     def fill(self) -> None:
-        """Reads the remaining pieces."""
+        """Read the remaining pieces."""
         if self._wanted:
             self._reader.read_into(self._wanted, None)
 

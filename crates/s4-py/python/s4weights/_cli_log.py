@@ -37,7 +37,7 @@ _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def level_of(verbose: int, quiet: bool) -> int | None:
-    """The level for ``verbose`` times ``-v``, with or without ``-q``; ``None`` if the variable has no valid one."""
+    """The level for ``verbose`` times ``-v``, with or without ``-q``, or ``None`` if the variable has no valid one."""
     if verbose:
         return logging.INFO if verbose == 1 else logging.DEBUG
     if quiet:
@@ -55,7 +55,7 @@ class _ToStderr(logging.Handler):
 
 
 def _to_stderr(line: str) -> None:
-    """Writes to standard error, if there is one."""
+    """Write to standard error, if there is one."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError):
             # Right away, since the native program writes there, too, and in one write: ``print`` writes the line's end
@@ -64,12 +64,12 @@ def _to_stderr(line: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Tells the user something, on a line of standard error."""
+    """Print a message on a line of standard error."""
     _to_stderr(f"s4w: {visible(text)}\n")
 
 
 def say(text: str) -> None:
-    """Prints the result on a line of standard output; a reader that has closed it has read enough."""
+    """Print the result on a line of standard output; a reader that has closed it has read enough."""
     stream = sys.stdout
     if stream is None:
         return
@@ -88,7 +88,7 @@ def say(text: str) -> None:
 
 
 def hold_descriptors() -> None:
-    """Opens the descriptors of standard streams that are closed: a file that gets one would be written over."""
+    """Open the descriptors of standard streams that are closed: a file that gets one would be written over."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -99,7 +99,7 @@ def hold_descriptors() -> None:
 
 @contextlib.contextmanager
 def logged(level: int) -> Iterator[None]:
-    """Within it, what is logged from ``level`` on goes to standard error."""
+    """Context manager that writes log messages of ``level`` and above to standard error."""
     logger, handler = logging.getLogger("s4weights"), _ToStderr(level)
     before = logger.level
     logger.addHandler(handler)
@@ -112,7 +112,7 @@ def logged(level: int) -> Iterator[None]:
 
 
 def visible(text: str) -> str:
-    """Escapes control characters in a message of one line: names come from files that others wrote."""
+    """Escape control characters in a message of one line: names come from files that others wrote."""
     return "".join(_escaped(c) if unicodedata.category(c) in _HIDDEN else c for c in text)
 
 

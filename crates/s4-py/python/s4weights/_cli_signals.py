@@ -1,4 +1,4 @@
-"""Stops a command on a signal, so that nothing half-written is left behind."""
+"""Stops a command on a signal without leaving partial output behind."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """Within it, the first signal that would end the process raises `Stopped`; another one ends it.
+    """Context manager in which the first terminating signal raises `Stopped`; a second one ends the process.
 
     Attributes:
-        came: the number of the signal that came; 0 if none did.
+        came: the number of the received signal, or 0.
     """
 
     def __init__(self) -> None:

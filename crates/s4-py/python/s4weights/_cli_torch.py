@@ -41,15 +41,15 @@ _NO_MEMORY = re.compile(r"DefaultCPUAllocator: .*?you tried to allocate (\d+) by
 
 
 def read_file(path: str) -> Any:
-    """The object in a file of `torch.save`, if it holds only tensors and plain values.
+    """Return the object in a file written by `torch.save`, if it contains only tensors and plain values.
 
-    Raises `UnsafeLoadError` for a sound file that holds more, `UnsupportedFormatError` for one of
-    another format, and `CorruptDataError`.
+    Raises `UnsafeLoadError` for a valid file that contains more, `UnsupportedFormatError` for a
+    file in another format, and `CorruptDataError`.
     """
     if _is_program(path):
         what = (
-            f"{path}: a TorchScript program, not a file of torch.save. In Python, "
-            f"torch.jit.load({path!r}).state_dict() gives its tensors, for s4weights.save"
+            f"{path} is a TorchScript program, not a file written by torch.save. In Python, use "
+            f"s4weights.save(torch.jit.load({path!r}).state_dict(), ...) to save its tensors"
         )
         raise UnsupportedFormatError(what)
     try:
@@ -97,17 +97,17 @@ def _explained(path: str, error: Exception) -> Exception:
     with open(path, "rb") as file:
         head = file.read(_HEAD)
     if _core.is_s4w(head):
-        return UnsupportedFormatError(f"{path}: a .s4w file already, whatever its name")
+        return UnsupportedFormatError(f"{path} is already a .s4w file, despite its name")
     if _is_safetensors(head):
-        what = f"{path}: a safetensors file: give it a name that ends with .safetensors"
+        what = f"{path} is a safetensors file: rename it so that its name ends with .safetensors"
         return UnsupportedFormatError(what)
-    said = f"{path}: damaged, or not a file of torch.save: {brief(error)}"
+    said = f"{path}: damaged, or not written by torch.save: {brief(error)}"
     try:
         stream = _pickle_of(path)
     except (RuntimeError, ValueError):
         return CorruptDataError(said)
     if stream is None:
-        return UnsupportedFormatError(f"{path}: a pickle, but not one that torch.save wrote")
+        return UnsupportedFormatError(f"{path} is a pickle, but was not written by torch.save")
     if is_broken(stream) or not isinstance(error, pickle.UnpicklingError):
         return CorruptDataError(said)
     place, name = next(iter(find_refused(stream)), (None, None))
@@ -115,7 +115,7 @@ def _explained(path: str, error: Exception) -> Exception:
 
 
 def _pickle_of(path: str) -> bytes | None:
-    """The pickled object of a file of `torch.save`; ``None`` if another program pickled it. Raises
+    """The pickled object of a file of `torch.save`, or ``None`` if another program pickled it. Raises
     `RuntimeError` or `ValueError` if it cannot be found.
     """
     with open(path, "rb") as file:
@@ -147,7 +147,7 @@ def brief(error: BaseException) -> str:
 
 
 def write_file(state: object, target: str, *, force: bool) -> None:
-    """As `torch.save`, but under a temporary name first: see `replacing`."""
+    """Like `torch.save`, but under a temporary name first: see `replacing`."""
     with replacing(target, force=force) as file:
         try:
             torch.save(state, file)
@@ -158,16 +158,17 @@ def write_file(state: object, target: str, *, force: bool) -> None:
                 raise MemoryError from error
             if isinstance(error, RuntimeError) and any(what in str(error) for what in _WRITE_ERRORS):
                 raise StorageError(f"{target}: cannot write: {brief(error)}") from error
-            what = f"{target}: PyTorch cannot write this to a file of its own: {brief(error)}"
+            what = f"{target}: PyTorch cannot write this object with torch.save: {brief(error)}"
             raise UnsupportedFormatError(what) from error
 
 
 @contextlib.contextmanager
 def replacing(target: str, *, force: bool) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of ``target`` if no exception occurs, once it is on disk. A
-    link stays a link, and a file that replaces another gets its permissions and, where the system
-    allows it, its owner. A file that may not be written to is not replaced; pipes and devices are
-    written to. Without ``force`` no file is replaced, also if it appears meanwhile.
+    """Context manager for a new file that replaces ``target`` once it is on disk, if no exception occurs.
+
+    A link stays a link, and a file that replaces another gets its permissions and, where the system
+    allows it, its owner. A read-only file is not replaced; pipes and devices are written to
+    directly. Without ``force``, no file is replaced, even if it appears in the meantime.
     """
     try:
         # The target of `/dev/stdout` may have no path.
@@ -216,7 +217,7 @@ def _in_place_of(path: Path, force: bool) -> Iterator[IO[bytes]]:
 
 
 def _rename_new(temporary: Path, path: Path) -> None:
-    """Gives a file a name that none has. The caller removes the temporary one."""
+    """Give a file a name that no file has. The caller removes the temporary name."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -237,7 +238,7 @@ def _is_writable(path: Path) -> bool:
 
 
 def _take_over(file: IO[bytes], old: os.stat_result) -> None:
-    """Gives a new file the owner and permissions of the one that it replaces."""
+    """Give a new file the owner and permissions of the one that it replaces."""
     if not hasattr(os, "fchown"):
         return
     try:

@@ -16,8 +16,8 @@ _suspended: set[int] = set()
 
 
 def without_collection(work: Callable[[], T]) -> T:
-    """Calls a function while garbage collection is suspended. Many new objects would trigger it, and
-    each run visits every object that PyTorch has created.
+    """Call a function with garbage collection suspended. Creating many objects triggers
+    collections, and each one visits every object that PyTorch has created.
     """
     # Only the call that finds it enabled suspends it, and enables it again. If the calls of two
     # threads overlap, it may run in the later one, but never stays suspended.

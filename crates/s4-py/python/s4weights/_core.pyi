@@ -1,4 +1,4 @@
-"""The native module. Addresses are those of memory that the caller keeps alive."""
+"""The native module. The caller must keep the memory at all passed addresses alive."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -21,10 +21,12 @@ TensorInfo: TypeAlias = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape, bytes."""
 
 Progress: TypeAlias = Callable[[int], object]
-"""Called now and then with the bytes that a call has done; what it raises cancels the call."""
+"""Called from time to time with the number of bytes done. If it raises an exception, the call is
+cancelled.
+"""
 
 def copy_memory(items: Sequence[tuple[int, int, int]], threads: int | None) -> None:
-    """Copies host memory on several threads. Each item is a destination address, a source address
+    """Copy host memory on several threads. Each item is a destination address, a source address
     and a size in bytes. ``threads`` defaults to the number of cores.
     """
 
@@ -38,18 +40,20 @@ def reset_log() -> None:
     """Called in the child after a fork: drops log records that are the parent's to deliver."""
 
 def panic_on_purpose() -> None:
-    """Panics in native code, so that tests can check how a panic is reported."""
+    """Panic in native code, so that tests can check how a panic is reported."""
 
 def freeze(obj: object) -> tuple[object, list[int]] | None:
     """A copy of an object in which only tensors can still change, and the ordinals of the CUDA
-    devices that they are on; ``None`` if it holds anything that cannot be copied that way.
+    devices that they are on, or ``None`` if it holds anything that cannot be copied that way.
     """
 
 def nesting() -> int:
-    """The number of native calls that the calling thread is in: their progress functions or signal handlers run."""
+    """Return the number of native calls of this thread whose progress functions or signal handlers
+    are running.
+    """
 
 def give_way() -> None:
-    """Lowers the priority of all native work that this thread starts from now on (on Linux)."""
+    """Lower the priority of all native work that this thread starts from now on (on Linux)."""
 
 def is_s4w(head: bytes) -> bool:
     """Whether bytes start like a ``.s4w`` file."""
@@ -59,12 +63,12 @@ def ends_s4w(end: bytes) -> bool:
 
 def first_len(data: bytes, start: int) -> int | None:
     """Length of the ``.s4w`` file that begins at offset ``start`` of ``data``, whatever follows
-    it; ``None`` if it has no complete footer.
+    it, or ``None`` if it has no complete footer.
     """
 
 def look_at(path: str) -> tuple[bytes, bool] | None:
     """The first bytes of a file, and whether its first or last bytes identify it as a ``.s4w``
-    file; ``None`` if it cannot be read, or is not a regular file.
+    file, or ``None`` if it cannot be read, or is not a regular file.
     """
 
 def is_whole(tail: bytes, size: int) -> bool:
@@ -74,15 +78,15 @@ def is_url(text: str) -> bool:
     """Whether a text is the URL of an object store or a ``file:`` URL rather than a path."""
 
 def path_of_url(url: str) -> str | None:
-    """The path on this machine that a ``file:`` URL names; ``None`` for other URLs."""
+    """The path on this machine that a ``file:`` URL names, or ``None`` for other URLs."""
 
 def command_line(arguments: Sequence[str], signals: bool) -> int:
-    """Runs ``s4w`` with these arguments; returns its exit code. If ``signals``, the command stops on
-    SIGINT, SIGTERM and SIGHUP, and removes what it has half written.
+    """Run ``s4w`` with these arguments; return its exit code. If ``signals``, the command stops on
+    SIGINT, SIGTERM and SIGHUP, and removes partial output.
     """
 
 def write_tree(obj: object, number: Callable[[Any, str], int]) -> str | None:
-    """The tree of an object as JSON; ``None`` if the object does not fit into a tree. ``number``
+    """The tree of an object as JSON, or ``None`` if the object does not fit into a tree. ``number``
     is called once for each object that is neither a plain value nor a container, with the object
     and its path as a unique name; it returns the index of a tensor of the file.
     """
@@ -104,15 +108,15 @@ class Storages:
         """
 
     def roles(self, obj: object) -> str | None:
-        """Puts weights and the optimizer's state into different groups. Returns the role table
+        """Put weights and the optimizer's state into different groups. Return the role table
         (what each tensor is to the optimizer) as JSON, if there is one.
         """
 
     def find(self, storage: Any) -> int | None:
-        """The index of a storage; ``None`` if it was not added."""
+        """The index of a storage, or ``None`` if it was not added."""
 
     def add(self, storage: Any, name: str, dtype: Any, shape: Sequence[int] | None) -> int:
-        """Adds a new storage and returns its index. Without a shape it is stored as one dimension
+        """Add a new storage and return its index. Without a shape it is stored as one dimension
         that covers the whole storage.
         """
 
@@ -148,10 +152,10 @@ class Sources:
         """
 
     def put(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Records that values were copied to host memory: index and new address of each."""
+        """Record that values were copied to host memory: index and new address of each."""
 
     def move_to(self, places: Sequence[tuple[int, Where]]) -> None:
-        """Records that all values on CUDA devices were copied: address and place of each copy, in
+        """Record that all values on CUDA devices were copied: address and place of each copy, in
         the order of `on_devices`.
         """
 
@@ -170,10 +174,10 @@ class CudaEngine:
 
     def __new__(cls, scratch: int, frames: int) -> CudaEngine: ...
     def open(self, ordinal: int) -> None:
-        """Opens a device, and allocates and frees its scratch memory: problems show up now."""
+        """Open a device, and allocate and free its scratch memory, so that problems show up now."""
 
     def copy(self, sources: Sources, leave: Mapping[int, int]) -> DeviceCopies:
-        """Queues copies of the values on devices, on the streams that they are used on: after the
+        """Queue copies of the values on devices, on the streams that they are used on: after the
         work that is queued there already, and before any that is queued later.
 
         ``leave``: bytes of memory that must stay free on each device, by ordinal. Raises
@@ -181,7 +185,7 @@ class CudaEngine:
         """
 
     def copy_to_host(self, sources: Sources) -> HostCopies:
-        """Copies the values on devices to page-locked host memory, after the work that is queued on
+        """Copy the values on devices to page-locked host memory, after the work that is queued on
         their streams. The copies are complete when this returns.
 
         Raises `LimitError` if the limit ``frames`` leaves no room for them.
@@ -204,17 +208,17 @@ class CudaEngine:
         """
 
     def limit_frame_memory(self, bytes: int) -> None:
-        """Limits the page-locked memory for encoded frames; idle memory beyond that is returned to
+        """Limit the page-locked memory for encoded frames; idle memory beyond that is returned to
         the system immediately.
         """
 
     def grow_frame_memory(self, bytes: int) -> bool:
-        """Takes one more piece of that memory from the system, unless there is room for ``bytes``
-        of frames already, or the limit is reached; returns whether it did.
+        """Allocate one more piece of that memory from the system, unless there is already room for
+        ``bytes`` of frames or the limit is reached. Return whether memory was allocated.
         """
 
     def trim_frame_memory(self) -> None:
-        """Returns idle page-locked memory for encoded frames to the system."""
+        """Return idle page-locked memory for encoded frames to the system."""
 
     def scratch_high_water(self, ordinal: int) -> int:
         """The most memory, in bytes, that the engine held on a device at one time."""
@@ -229,7 +233,7 @@ class HostCopies:
         """Bytes of host memory that the copies take."""
 
     def free(self) -> None:
-        """Releases the memory to later copies. Nothing may be reading these any more."""
+        """Release the memory for later copies. These copies must no longer be in use."""
 
 class DeviceCopies:
     """Copies of tensors on CUDA devices, in memory allocated from the driver."""
@@ -243,23 +247,23 @@ class DeviceCopies:
         """Bytes of device memory that the copies take."""
 
     def wait(self) -> None:
-        """Waits until the copies are complete. Does nothing once they are freed."""
+        """Wait until the copies are complete. Does nothing once they are freed."""
 
     def hold(self, ordinal: int, stream: int) -> None:
-        """Makes work that is queued on a stream from now on wait for the copies."""
+        """Make work that is queued on a stream from now on wait for the copies."""
 
     def free(self) -> None:
-        """Frees the device memory. Nothing may be reading the copies any more."""
+        """Free the device memory. The copies must no longer be in use."""
 
 class TensorCodec:
     """Compresses and decompresses tensors in memory: the codec without a file around it."""
 
     def __new__(cls, preset: str, threads: int | None, simd: str | None) -> TensorCodec: ...
     def compress(self, address: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Compressed:
-        """Compresses a tensor. Its memory is read during the call."""
+        """Compress a tensor. Its memory is read during the call."""
 
     def decompress(self, tensor: Compressed, address: int, nbytes: int) -> None:
-        """Decompresses into memory of exactly the tensor's size."""
+        """Decompress into memory of exactly the tensor's size."""
 
 class Store:
     """A checkpoint store. Calls may come from several threads. Strings returned are JSON."""
@@ -298,11 +302,11 @@ class Store:
         host_changes: bool,
         staging_memory: int | None,
     ) -> str:
-        """Saves a checkpoint; ``roles`` and ``tree`` are JSON. Tensors on CUDA devices need an
+        """Save a checkpoint; ``roles`` and ``tree`` are JSON. Tensors on CUDA devices need an
         engine; their memory is read until ``staged`` is called, that of host tensors until the
         call returns. With ``host_changes``, host tensors are also read only until ``staged`` is
-        called. ``staging_memory``: bytes that may wait to be uploaded until then; ``None``: no
-        limit. Returns the entry and the report.
+        called. ``staging_memory``: bytes that may wait to be uploaded until then. ``None`` means no
+        limit. Return the entry and the report.
         """
 
     def list(self) -> str:
@@ -312,22 +316,22 @@ class Store:
         """The newest checkpoint."""
 
     def open(self, id: str) -> Reader:
-        """Opens a checkpoint."""
+        """Open a checkpoint."""
 
     def open_alone(self, id: str) -> Reader:
-        """Opens a checkpoint without its parent."""
+        """Open a checkpoint without its parent."""
 
     def stored_bytes(self, id: str) -> tuple[bytes, Sequence[bytes]]:
         """The index of a checkpoint and its objects, each verified against its hash."""
 
     def pin(self, id: str, pinned: bool) -> None:
-        """Pins a checkpoint, or unpins it."""
+        """Pin a checkpoint, or unpin it."""
 
     def retire(self, ids: Sequence[str], reason: str) -> int:
-        """Takes checkpoints off the list."""
+        """Take checkpoints off the list."""
 
     def unretire(self, ids: Sequence[str]) -> str:
-        """Lists retired checkpoints again."""
+        """List retired checkpoints again."""
 
     def apply_retention(
         self,
@@ -336,23 +340,24 @@ class Store:
         best: Sequence[tuple[str, int, bool]],
         protect: Sequence[str],
     ) -> Sequence[str]:
-        """Retires the checkpoints that a policy does not keep; returns their ids."""
+        """Retire the checkpoints that a policy does not keep; return their ids."""
 
     def rebase(self, id: str, callback: Progress | None) -> str:
-        """Rewrites a checkpoint as a base."""
+        """Rewrite a checkpoint as a base."""
 
     def sweep(self, grace_s: float, exclusive: bool, dry_run: bool) -> str:
-        """Deletes data that no listed checkpoint needs."""
+        """Delete data that no listed checkpoint needs."""
 
     def check(self, read_data: bool, only: Sequence[str]) -> str:
-        """Checks some checkpoints, or all if ``only`` is empty."""
+        """Check some checkpoints, or all if ``only`` is empty."""
 
     def repo(self) -> str:
         """The contents of the store's ``repo.json``."""
 
 def begin_parts(store: Store, raw: int, tensors: Sequence[int], base: bool) -> list[str]:
-    """Begins a checkpoint that several processes store together, of about ``raw`` bytes of tensors;
-    ``tensors``: about how many each rank has. Returns the ``part_of`` of each rank.
+    """Begin a checkpoint that several processes store together. ``raw``: approximate size of its
+    tensors in bytes; ``tensors``: approximate number of tensors of each rank. Return the
+    ``part_of`` of each rank.
     """
 
 def save_part(
@@ -368,7 +373,7 @@ def save_part(
     host_changes: bool,
     staging_memory: int | None,
 ) -> tuple[bytes, int, int]:
-    """Stores a rank's tensors. Returns the part, for the coordinator, and its bytes before and
+    """Store a rank's tensors. Return the part, for the coordinator, and its bytes before and
     after compression. ``staged``, ``host_changes`` and ``staging_memory`` are as for `Store.save`.
     """
 
@@ -383,15 +388,16 @@ def publish_parts(
     metrics: Mapping[str, float],
     tags: Mapping[str, str],
 ) -> str:
-    """Lists a checkpoint whose parts are stored. ``parts``: what `save_part` returned, in the order
-    of ranks. Returns what `Store.save` does.
+    """List a checkpoint whose parts are stored. ``parts``: the results of `save_part`, in the order
+    of ranks. Return the entry and the report, like `Store.save`.
     """
 
 def give_up_parts(store: Store, part_of: str) -> None:
-    """Gives up a checkpoint that was begun, and deletes what was stored of it."""
+    """Abandon a checkpoint and delete the parts stored so far."""
 
 class Writer:
-    """Writes one file. Exactly one of a path, a URL and a stream with a ``write`` method is given.
+    """Writes one file. Exactly one of path, URL and stream must be given; a stream needs a
+    ``write`` method.
 
     ``roles`` is the role table as JSON: planning may depend on it. The writer cannot be used after
     `finish`, `abort` or an error.
@@ -410,7 +416,7 @@ class Writer:
     def write(
         self, tensors: Sequence[TensorSource], groups: bytes, progress: Progress | None
     ) -> None:
-        """Encodes tensors. Their memory is read during the call. ``groups``: the group of each
+        """Encode tensors. Their memory is read during the call. ``groups``: the group of each
         tensor, one byte each; empty: all are in the first group.
         """
 
@@ -423,7 +429,7 @@ class Writer:
         progress: Progress | None,
         ahead: int | None = ...,
     ) -> None:
-        """Encodes the values with indices from ``first`` up to, not including, ``end``; those on
+        """Encode the values with indices from ``first`` up to, not including, ``end``; those on
         CUDA devices need an engine. Their memory is not read after this returns. ``ahead``: bytes
         of encoded device values that may then still wait in page-locked memory to be written.
         """
@@ -434,14 +440,14 @@ class Writer:
         blobs: Mapping[str, bytes],
         metadata: Mapping[str, str],
     ) -> str:
-        """Makes the file visible. Returns a report of what was written, as JSON."""
+        """Make the file visible. Return a report on the written data, as JSON."""
 
     def abort(self) -> None:
-        """Removes everything that was written. Does nothing after `finish`."""
+        """Remove all written data. Does nothing after `finish`."""
 
 class Reader:
-    """Reads one file. Exactly one of a path, a URL and bytes is given. Calls may come from several
-    threads at the same time.
+    """Reads one file. Exactly one of path, URL and bytes must be given. Several threads may call it
+    at the same time.
     """
 
     def __new__(
@@ -459,10 +465,10 @@ class Reader:
 
     @staticmethod
     def in_memory(index: bytes, objects: Sequence[bytes], threads: int | None) -> Reader:
-        """Opens a checkpoint of a store from what `Store.stored_bytes` returned."""
+        """Open a checkpoint of a store from what `Store.stored_bytes` returned."""
 
     def set_parent(self, parent: Reader) -> None:
-        """Sets the parent. Raises `CorruptDataError` if it is not the checkpoint's parent."""
+        """Set the parent. Raises `CorruptDataError` if it is not the checkpoint's parent."""
 
     def digests(self) -> tuple[str, str | None]:
         """The hash that identifies the checkpoint, and that of its parent, in hexadecimal."""
@@ -485,13 +491,13 @@ class Reader:
         progress: Progress | None,
         new: bool = ...,
     ) -> None:
-        """Decodes tensors into memory: tensor index, address, bytes. ``new``: the memory was not
+        """Decode tensors into memory: tensor index, address, bytes. ``new``: the memory was not
         used before, so large pages are worth asking for.
         """
 
     def read_together(self) -> list[int] | None:
         """The indices of the tensors that are copies of others, and of those others: read by one
-        call, each is decoded once. ``None``: this holds for all tensors, as in a delta, or there is
+        call, each is decoded once. ``None`` means this holds for all tensors, as in a delta, or there is
         little to gain from reading some while others are not ready.
         """
 
@@ -502,13 +508,13 @@ class Reader:
         part: Sequence[tuple[int, int]],
         memory: tuple[int, int],
     ) -> None:
-        """Decodes part of an array that lies within a tensor, and only the chunks that it needs.
+        """Decode part of an array that lies within a tensor, and only the chunks that it needs.
         ``array``: its first byte, bytes per element and shape; ``part``: start and end in each
         dimension; ``memory``: address and bytes of the destination.
         """
 
     def metadata(self) -> dict[str, str]:
-        """The free text that is stored in the file."""
+        """Return the metadata stored in the file."""
 
     def read_into_device(
         self,
@@ -516,12 +522,12 @@ class Reader:
         requests: Sequence[PlacedRequest],
         progress: Progress | None,
     ) -> None:
-        """As `read_into`, into device memory. All values are in place when this returns."""
+        """Like `read_into`, into device memory. All values are in place when this returns."""
 
     def apply_into(
         self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
     ) -> None:
-        """As `read_into`, but into memory that holds the parent's values: decoding uses them."""
+        """Like `read_into`, but into memory that holds the parent's values: decoding uses them."""
 
     def apply_into_device(
         self,
@@ -529,7 +535,7 @@ class Reader:
         requests: Sequence[PlacedRequest],
         progress: Progress | None,
     ) -> list[int]:
-        """As `apply_into`, for device memory. Returns the positions of the requests that could not
+        """Like `apply_into`, for device memory. Return the positions of the requests that could not
         be applied: their memory holds unspecified values and must be filled by reading.
         """
 
@@ -537,4 +543,4 @@ class Reader:
         """A description of the file (versions, tensors, sizes, metadata), as JSON."""
 
     def verify(self) -> str:
-        """Reads everything and compares all checksums; returns a report, as JSON."""
+        """Read all data and check all checksums. Return a report as JSON."""

@@ -112,7 +112,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc, unused-
             found = found if isinstance(found, torch.dtype) else None
         if found is None:
             full = f"{module}.{name}"
-            message = f"{METADATA} needs `{full[:200]}`, which no metadata of PyTorch's own needs"
+            message = f"{METADATA} needs `{full[:200]}`, which metadata written by PyTorch never needs"
             raise UnsafeLoadError(message, key_path=METADATA, global_name=full)
         return found
 
@@ -129,13 +129,15 @@ _Index = tuple[str, "tuple[int, ...] | None"]
 
 
 def load_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The state dict that PyTorch's `dcp_to_torch_save` would write, with its original nesting
-    and each tensor in one piece. Takes memory for the result, and for the largest piece twice.
+    """Return the state dict that PyTorch's `dcp_to_torch_save` would write.
+
+    It has its original nesting, with each tensor in one piece. This takes memory for the result,
+    and twice the size of the largest piece.
 
     Raises `NotFoundError` if there is no ``.metadata``, which PyTorch writes last;
-    `UnsafeLoadError` if something would run code; `CorruptDataError` if metadata and pieces
-    contradict each other; and `UnsupportedFormatError` for extensions, for planners other than
-    PyTorch's, and for what was saved through ``s4w://``.
+    `UnsafeLoadError` if loading would run code; `CorruptDataError` if metadata and pieces are
+    inconsistent; and `UnsupportedFormatError` for extensions, for planners other than PyTorch's,
+    and for checkpoints saved through ``s4w://``.
     """
     where = os.fspath(folder)
     try:
@@ -174,11 +176,11 @@ def _read_metadata(root: Path) -> Metadata:
         with open(root / METADATA, "rb") as file:
             text = file.read(MAX_METADATA + 1)
     except FileNotFoundError:
-        what = f"no {METADATA}: not a folder that torch.distributed.checkpoint has completed"
+        what = f"no {METADATA}: not a complete torch.distributed.checkpoint folder"
         raise NotFoundError(what) from None
     _refuse_compressed(text[:16], METADATA)
     if len(text) > MAX_METADATA:
-        raise LimitError(f"{METADATA} has more than {MAX_METADATA} bytes")
+        raise LimitError(f"{METADATA} is larger than {MAX_METADATA} bytes")
     try:
         found = _Unpickler(io.BytesIO(text)).load()
     except S4Error:
@@ -186,7 +188,7 @@ def _read_metadata(root: Path) -> Metadata:
     except Exception as error:  # whatever a damaged pickle makes of the unpickler
         raise CorruptDataError(f"{METADATA}: {str(error)[:200] or error!r}") from error
     if type(found) is not Metadata:
-        raise CorruptDataError(f"{METADATA} holds no metadata")
+        raise CorruptDataError(f"{METADATA} contains no metadata")
     return found
 
 
@@ -211,7 +213,7 @@ def _find_places(root: Path, stored: Any) -> dict[_Index, _Place]:
     for place in sorted(places.values()):
         end = end if place.file == before else 0
         if place.offset < end or place.offset + place.length > sizes[place.file]:
-            raise CorruptDataError(f"{place.file}: a piece is outside of it, or within another one")
+            raise CorruptDataError(f"{place.file}: a piece lies outside the file or overlaps another one")
         end, before = place.offset + place.length, place.file
     return places
 
@@ -232,7 +234,7 @@ def _place(fqn: str, info: StorageInfo) -> _Place:
     name, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if type(name) is not str or name in ("", ".", "..") or any(c in name for c in "/\\\0"):
         raise CorruptDataError(
-            f"metadata: {fqn!r} is said to be in {str(name)[:200]!r}, no file of the folder"
+            f"metadata: {fqn!r} refers to {str(name)[:200]!r}, which is not a file in the folder"
         )
     return _Place(name, *_numbers(fqn, (offset, length)))
 
@@ -251,7 +253,7 @@ def _numbers(fqn: str, values: Any) -> tuple[int, ...]:
     if type(values) is not tuple or len(values) > 64:
         raise CorruptDataError(f"metadata: {fqn!r} has no shape")
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in values):
-        raise CorruptDataError(f"metadata: numbers of {fqn!r}: {str(values)[:200]}")
+        raise CorruptDataError(f"metadata: invalid numbers for {fqn!r}: {str(values)[:200]}")
     return values
 
 
@@ -312,7 +314,7 @@ def _pieces(fqn: str, size: tuple[int, ...], chunks: Any) -> dict[tuple[int, ...
         bounds = zip(number, offset, lengths, strict=True)
         covered[tuple(slice(of[a], of[a + n]) for of, a, n in bounds)] += 1
     if bool((covered != 1).any()):
-        raise CorruptDataError(f"metadata: the pieces of {fqn!r} overlap, or leave something out")
+        raise CorruptDataError(f"metadata: the pieces of {fqn!r} overlap or leave gaps")
     return pieces
 
 
@@ -321,10 +323,10 @@ def _part(
 ) -> torch.Tensor:
     read = _read(root, place, fqn)
     if not isinstance(read, torch.Tensor) or read.layout is not torch.strided:
-        raise CorruptDataError(f"{place.file}: {fqn!r} is not a tensor of plain values")
+        raise CorruptDataError(f"{place.file}: {fqn!r} is not a plain tensor")
     read = read.detach()
     if tuple(read.shape) != shape or read.dtype != dtype:
-        said = f"{dtype} of {shape} in the metadata"
+        said = f"but {dtype} of {shape} in the metadata"
         raise CorruptDataError(
             f"{place.file}: {fqn!r} is {read.dtype} of {tuple(read.shape)}, {said}"
         )
@@ -334,14 +336,14 @@ def _part(
 
 
 def _read(root: Path, place: _Place, fqn: str) -> Any:
-    """Loads an object that `torch.save` wrote at a place."""
+    """Load an object that `torch.save` wrote at a place."""
     with open(root / place.file, "rb", opener=_open) as file:
         file.seek(place.offset)
         values = io.BytesIO(file.read(place.length))
     try:
         return torch.load(values, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        message = f"{fqn!r} is more than tensors and plain values: {str(error)[:500]}"
+        message = f"{fqn!r} contains more than tensors and plain values: {str(error)[:500]}"
         raise UnsafeLoadError(message, key_path=fqn) from error
     except (MemoryError, OSError):
         raise
@@ -363,7 +365,7 @@ class _Node(dict[Any, Any]):
         for key in path[:-1]:
             node = node.setdefault(key, _Node())
             if type(node) is not _Node:
-                raise CorruptDataError(f"metadata: {path} goes through a value")
+                raise CorruptDataError(f"metadata: {path} leads through a value that is not a container")
         if path[-1] in node:
             raise CorruptDataError(f"metadata: {path} occurs twice")
         node[path[-1]] = value
@@ -376,6 +378,6 @@ def _finished(value: Any) -> Any:
     if any(type(key) is str for key in done):
         return done
     if min(done) < 0 or max(done) >= len(done) + MAX_GAPS:
-        raise CorruptDataError(f"metadata: a list with the numbers {min(done)} and {max(done)}")
+        raise CorruptDataError(f"metadata: invalid list indices: {min(done)} to {max(done)}")
     # Items may be missing: empty containers were not saved.
     return [done.get(n) for n in range(max(done) + 1)]

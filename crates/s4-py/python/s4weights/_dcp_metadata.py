@@ -49,11 +49,11 @@ def to_json(metadata: Metadata, names: dict[MetadataIndex, str]) -> bytes:
 
 
 def from_json(text: bytes, where: str) -> tuple[Metadata, dict[MetadataIndex, str]]:
-    """Reads the output of `to_json`. ``where`` is for messages."""
+    """Read the output of `to_json`. ``where`` is for messages."""
     try:
         read = json.loads(text)
         if read["version"] != VERSION:
-            what = f"{where}: version {read['version']!r} of distributed metadata"
+            what = f"{where}: unsupported version {read['version']!r} of distributed metadata"
             raise UnsupportedFormatError(what)
         state = {fqn: _metadata(entry) for fqn, entry in read["state"].items()}
         names = {
@@ -67,7 +67,7 @@ def from_json(text: bytes, where: str) -> tuple[Metadata, dict[MetadataIndex, st
         *(ValueError, TypeError, LookupError, AttributeError),
         *(OverflowError, RecursionError),
     ) as error:
-        raise CorruptDataError(f"{where}: distributed metadata: {error!r}") from error
+        raise CorruptDataError(f"{where}: invalid distributed metadata: {error!r}") from error
     return Metadata(state, planner, dict(names)), names
 
 
@@ -75,8 +75,8 @@ def planner_paths(planner: Any) -> dict[str, tuple[str | int, ...]]:
     """The path of each entry in the nested state dict, which PyTorch's default planners record."""
     if not isinstance(planner, dict):
         raise UnsupportedFormatError(
-            f"planner_data of type {type(planner).__name__}: only what PyTorch's default planners "
-            "keep there can be stored, since nothing is pickled"
+            f"planner_data has type {type(planner).__name__}: only the data of PyTorch's default planners "
+            "can be stored, since metadata is never pickled"
         )
     return {fqn: _path(fqn, path) for fqn, path in planner.items()}
 
@@ -86,7 +86,7 @@ def _path(fqn: str, path: Any) -> tuple[str | int, ...]:
     for part in parts:
         if type(part) not in (str, int):
             raise UnsupportedFormatError(
-                f"planner_data of {fqn!r} is {path!r}: a path of texts and integers expected"
+                f"planner_data of {fqn!r} is {path!r}: expected a path of strings and integers"
             )
     return tuple(parts)
 
@@ -95,10 +95,10 @@ def _entry(fqn: str, value: Any) -> dict[str, Any]:
     if isinstance(value, BytesStorageMetadata):
         return {"kind": "bytes"}
     if not isinstance(value, TensorStorageMetadata):
-        raise UnsupportedFormatError(f"{fqn!r} is described by a {type(value).__name__}")
+        raise UnsupportedFormatError(f"{fqn!r} has metadata of unsupported type {type(value).__name__}")
     p = value.properties
     if p.layout is not torch.strided:
-        raise UnsupportedFormatError(f"{fqn!r} has the layout {p.layout}")
+        raise UnsupportedFormatError(f"{fqn!r} has unsupported layout {p.layout}")
     # Older versions of PyTorch do not have them.
     strides = getattr(p, "strides", None)
     return {
@@ -118,7 +118,7 @@ def _metadata(entry: dict[str, Any]) -> BytesStorageMetadata | TensorStorageMeta
         return BytesStorageMetadata()
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry['dtype']!r} is no dtype")
+        raise ValueError(f"{entry['dtype']!r} is not a dtype")
     properties = TensorProperties(
         dtype=dtype,
         requires_grad=bool(entry["requires_grad"]),

@@ -56,7 +56,7 @@ class Place:
         self._id: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Sets the place from a ``checkpoint_id`` of DCP: a name that ends with the step, below the
+        """Set the place from a ``checkpoint_id`` of DCP: a name that ends with the step, below the
         path or URL of a store. If a store was given, only the step counts.
         """
         if checkpoint_id is None:
@@ -65,7 +65,7 @@ class Place:
         above, _, name = url.rstrip("/").rpartition("/")
         match = _STEP.match(name)
         if match is None or _NO_STEP.search(name):
-            raise ValueError(f"checkpoint_id={url!r}: a name that ends with the step expected")
+            raise ValueError(f"checkpoint_id={url!r}: expected a name that ends with the step")
         self.step = int(match.group(1))
         if not self._given:
             above = absolute(above or ("/" if url.startswith("/") else "."))
@@ -92,7 +92,7 @@ class Place:
     @property
     def store(self) -> CheckpointStore:
         if self._store is None:
-            raise ValueError("no store: give one, or a checkpoint_id such as 'runs/a/step-1000'")
+            raise ValueError("no store given: pass one, or a checkpoint_id such as 'runs/a/step-1000'")
         return self._store
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
 
 def _share_of_cores() -> int | None:
     """Threads for one of several ranks on this machine, which torchrun counts: all of them save at
-    the same time. ``None``: the default.
+    the same time. ``None`` means the default.
     """
     count = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(count) if count.isdecimal() else 1
@@ -143,7 +143,7 @@ def _share_of_cores() -> int | None:
 
 
 def _mark(url: str) -> tuple[int, int] | None:
-    """Identifies the store in a folder, to notice if it is replaced; ``None`` if there is none."""
+    """Identify the store in a folder, to notice if it is replaced; return ``None`` if there is none."""
     if is_url(url):
         return None
     try:

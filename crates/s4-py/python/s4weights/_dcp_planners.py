@@ -1,4 +1,4 @@
-"""Planners that pickle as little as they can, and unpickle nothing that runs code."""
+"""Planners that avoid pickles where possible, and never run pickled code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _DEEPEST = 64
 
 
 class SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
-    """DCP's default planner, except that it stores values that are not tensors as JSON if JSON
-    restores them exactly: ``None``, booleans, integers, finite floats, strings, and lists and dicts
-    of these, with strings as keys. Other values are pickled, as by the default planner. Loading
-    requires `LoadPlanner`.
+    """DCP's default planner, except that it stores values other than tensors as JSON if possible.
+
+    JSON is used if it restores the value exactly: for ``None``, booleans, integers, finite floats,
+    strings, and lists and dicts of these with strings as keys. Other values are pickled, as by the
+    default planner. Loading requires `LoadPlanner`.
     """
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -35,13 +36,14 @@ class SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
 
 class LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
-    """DCP's default planner, except that it runs no code of a checkpoint: values that are not
-    tensors are loaded as by ``torch.load(weights_only=True)`` with `io.BytesIO` allowed, or from
-    the JSON of `SavePlanner`.
+    """DCP's default planner, except that it never runs code from a checkpoint.
+
+    Values that are not tensors are loaded as by ``torch.load(weights_only=True)`` with `io.BytesIO`
+    allowed, or from the JSON written by `SavePlanner`.
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Puts a value where it belongs."""
+        """Put a value where it belongs."""
         fqn = read_item.dest_index.fqn
         loaded = _from_json(fqn, value) if _is_json(value) else _from_pickle(fqn, value)
         plain = io.BytesIO()

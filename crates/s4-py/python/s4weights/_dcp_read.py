@@ -102,7 +102,8 @@ class StoredTensors:
         dtype = getattr(torch, kind)
         lengths = tuple(item.lengths)
         if tuple(target.shape) != lengths:
-            what = f"{item.storage_index}: {lengths} values for {tuple(target.shape)}"
+            given = tuple(target.shape)
+            what = f"{item.storage_index}: cannot load values of shape {lengths} into shape {given}"
             raise ValueError(f"{self._where}: {what}")
         _require_memory(target, f"{self._where}: {item.dest_index.fqn!r}")
         ends = map(operator.add, item.storage_offsets, lengths)
@@ -121,41 +122,39 @@ class StoredTensors:
     def _fill_whole(
         self, item: ReadItem | None, target: torch.Tensor, number: int, dtype: torch.dtype
     ) -> None:
-        """Requests a whole stored tensor: read straight into the target if possible, else through
-        host memory.
-        """
+        """Request a whole stored tensor: read straight into the target if possible, else through host memory."""
         straight = _takes(target, dtype) and self._can_fill(target)
         values = target if straight else torch.empty(target.shape, dtype=dtype, device="cpu")
         self._whole.append((item, target, number, values))
 
     def _fill_wrapped(self, item: ReadItem, target: torch.Tensor) -> None:
-        """Requests the tensors that a wrapper wraps, for a target like it."""
+        """Request the tensors that a wrapper wraps, for a target like it."""
         what = f"{self._where}: {item.storage_index.fqn!r}"
         try:
             saved = json.loads(self.bytes_of(item, MARK))
             kind, shape = _short(saved["class"]), tuple(saved["shape"])
         except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise CorruptDataError(f"{what}: the description of a wrapper: {error!r}") from error
+            raise CorruptDataError(f"{what}: invalid description of a wrapper: {error!r}") from error
         if any(item.storage_offsets) or tuple(item.lengths) != shape:
-            raise ValueError(f"{what} is a {kind}, a shard of which must be loaded as it was saved")
+            raise ValueError(f"{what} is a {kind}: its shards must be loaded as they were saved")
         wrapped = unwrap(target, what)
         if wrapped is None or wrapped.description != saved:
-            given = type(target).__name__ if wrapped is None else _differences(saved, wrapped)
-            raise ValueError(f"{what} was saved as a {kind}, and is loaded into {given}")
+            given = type(target).__name__ if wrapped is None else f"one with {_differences(saved, wrapped)}"
+            raise ValueError(f"{what} was saved as a {kind}, but is being loaded into {given}")
         for path, part in wrapped.tensors.items():
             number, name, stored = self._find(item.storage_index, MARK + path)
             dtype = getattr(torch, name)
             if (part.dtype, tuple(part.shape)) != (dtype, tuple(stored)):
                 given = f"{part.dtype} of {tuple(part.shape)}"
                 raise ValueError(
-                    f"{what}: {path} is {dtype} of {stored}, and is loaded into {given}"
+                    f"{what}: {path} is {dtype} of {stored}, but is being loaded into {given}"
                 )
             _require_memory(part, f"{what}: {path}")
             self._fill_whole(None, part.detach(), number, dtype)
         self._wrapped.append((item, target))
 
     def _fill_part(self, part: _Part, planner: dcp.LoadPlanner, straight: bool) -> None:
-        """Decodes the chunks that contain a part. ``straight``: directly into the target."""
+        """Decode the chunks that contain a part. ``straight``: directly into the target."""
         item, target, number, dtype, shape = part
         lengths = tuple(item.lengths)
         values = target if straight else torch.empty(lengths, dtype=dtype, device="cpu")
@@ -173,7 +172,7 @@ class StoredTensors:
         return bool(target.device.type == "cpu")
 
     def finish(self, planner: dcp.LoadPlanner, progress: ProgressArgument) -> None:
-        """Reads whole tensors, and the parts that devices cut out."""
+        """Read whole tensors, and the parts that devices cut out."""
         filled_by_another = self._separate_targets()
         wanted = [
             (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
@@ -197,7 +196,7 @@ class StoredTensors:
         self._wrapped.clear()
 
     def _separate_targets(self) -> set[int]:
-        """Makes sure that no two requests fill the same memory, as those for tied weights would. Returns the
+        """Make sure that no two requests fill the same memory, as those for tied weights would. Return the
         indices of targets that another target's request fills. Other targets that share memory are
         filled in order, through host memory, so that the last one wins.
         """
@@ -230,7 +229,7 @@ class StoredTensors:
         return filled_by_another
 
     def _cut(self, parts: list[_Part], planner: dcp.LoadPlanner, tracker: Progress) -> None:
-        """Decodes whole stored tensors into free device memory, and copies the parts from there."""
+        """Decode whole stored tensors into free device memory, and copy the parts from there."""
         wholes: dict[int, torch.Tensor] = {}
         try:
             for part in parts:
@@ -265,7 +264,7 @@ def _spans_much(part: _Part) -> bool:
 
 
 def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
-    """Groups parts for one device whose tensors are decoded together."""
+    """Group parts for one device whose tensors are decoded together."""
     batch: list[_Part] = []
     room = 0
     for part in sorted(parts, key=lambda part: (part.target.device.index, part.number)):
@@ -293,12 +292,12 @@ def _takes(target: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _require_memory(target: torch.Tensor, what: str) -> None:
-    """Raises for a target whose memory was freed: values must not be written to what follows it."""
+    """Raise for a target whose memory was freed: values must not be written to what follows it."""
     if is_traceable_wrapper_subclass(target) or not is_strided(target) or has_storage(target):
         return
     nbytes = target.untyped_storage().nbytes()
     raise MismatchError(
-        f"{what} cannot be filled: a tensor of shape {list(target.shape)} whose storage has "
+        f"{what} cannot be filled: a tensor of shape {list(target.shape)} whose storage has only "
         f"{nbytes} bytes; was it freed?"
     )
 

@@ -53,7 +53,7 @@ class _SharedBuffers:
         self._kept: list[torch.UntypedStorage] = []
 
     def parts(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[torch.Tensor, int]]:
-        """Copies storages; returns, for each, the memory of its copy, and the copy's offset."""
+        """Copy storages; return, for each, the memory of its copy, and the copy's offset."""
         # The storages of the last state are reused where the size is the same.
         kept = dict(enumerate(self._kept))
         self._kept, found, host = [], [], []
@@ -71,7 +71,7 @@ class _SharedBuffers:
         return found
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         self._kept = []
 
 
@@ -95,7 +95,7 @@ class _StagedState(dict[str, Any]):
 
 
 class Stager(AsyncStager):  # type: ignore[misc]
-    """Preserves a state as it is at the call while `dcp.async_save` runs::
+    """Preserves the state as of the call of `dcp.async_save` while the save runs::
 
         stager = s4weights.dcp.Stager()
         future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
@@ -110,10 +110,10 @@ class Stager(AsyncStager):  # type: ignore[misc]
     With copies on devices the writer must be a `StorageWriter`.
 
     Args:
-        shared_memory: for saves by another process (``AsyncCheckpointerType.PROCESS``): everything
-            is copied to host memory that this process shares with it.
-        threads: threads that copy host memory; ``None``: one for each core.
-        device: ``"cpu"`` makes no copies on devices.
+        shared_memory: copy everything to host memory that is shared with another process, for saves
+            by that process (``AsyncCheckpointerType.PROCESS``).
+        threads: number of threads that copy host memory. ``None`` means one per core.
+        device: ``"cpu"`` disables copies on devices.
         gpu_scratch: as in `save`.
         device_reserve: as in `CheckpointStore`.
     """
@@ -139,12 +139,12 @@ class Stager(AsyncStager):  # type: ignore[misc]
         self._closed = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of a state.
+        """Return a copy of a state.
 
         Raises:
-            LimitError, RuntimeError, MemoryError: there is no memory for it. Nothing was started.
+            LimitError, RuntimeError, MemoryError: there is not enough memory. Nothing was started.
             ValueError: the stager is closed.
-            S4Error: the memory of a tensor was freed.
+            S4Error: the memory of a tensor has been freed.
         """
         if self._closed:
             raise ValueError("the stager is closed")
@@ -167,7 +167,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
         return staged
 
     def close(self) -> None:
-        """Frees the memory that no save uses. The rest is freed when the saves end."""
+        """Free the memory that is not in use by a save. The rest is freed when the saves end."""
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
@@ -175,7 +175,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
             buffer.free()
 
     def synchronize_staging(self) -> None:
-        """Does nothing: `stage` leaves no work to wait for."""
+        """Do nothing: `stage` leaves no work to wait for."""
 
     def _take(self) -> HostBuffer | _SharedBuffers:
         with self._lock:
@@ -191,7 +191,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
     def _copy(
         self, storages: StorageWriter, buffer: HostBuffer | _SharedBuffers
     ) -> dict[int, _Copied]:
-        """Copies storages; returns where the copies are, by the storage's identity."""
+        """Copy storages; return where the copies are, by the storage's identity."""
         copies: dict[int, _Copied] = {}
         if not self._shared:
             copies = self._copy_on_devices(storages)
@@ -261,7 +261,7 @@ def _wrap(tensor: torch.Tensor, parts: dict[str, Any], context: Any) -> torch.Te
 
 
 def _items(obj: Any) -> Iterable[Any] | None:
-    """The items of a container of a state; ``None`` if it is not one."""
+    """The items of a container of a state, or ``None`` if it is not one."""
     if isinstance(obj, dict):
         return obj.values()
     if type(obj) in (list, tuple) or _is_named(obj):

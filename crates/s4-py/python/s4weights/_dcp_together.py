@@ -1,5 +1,5 @@
-"""A rank that fails before a distributed save or load exchanges anything makes it fail on all ranks,
-so that none waits for it forever.
+"""If a rank fails before a distributed save or load exchanges anything, all ranks fail, so that
+none of them waits for it forever.
 """
 
 from __future__ import annotations
@@ -31,15 +31,13 @@ _live.at_fork(_running.clear)
 
 
 def exchanges(save: Future[Any]) -> None:
-    """Records a background save: until it ends, a failing rank exchanges nothing."""
+    """Record a background save: until it ends, a failing rank exchanges nothing."""
     _running.add(save)
     save.add_done_callback(_running.discard)
 
 
 def _wait_for_others() -> None:
-    """Waits for background saves: if two threads exchanged at the same time, the ranks would mix up
-    their messages.
-    """
+    """Wait for background saves: if two threads exchanged at the same time, the ranks would mix up their messages."""
     wait(list(_running))
 
 
@@ -56,7 +54,7 @@ def sendable(error: BaseException) -> BaseException:
 
 
 def sends_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a method that DCP calls, so that its errors can be sent to other ranks."""
+    """Decorate a method that DCP calls, so that its errors can be sent to other ranks."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -71,7 +69,7 @@ def sends_errors(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def or_no_save(group: Any, no_dist: bool) -> contextlib.AbstractContextManager[None]:
-    """Wraps a rank's work before DCP's `save` exchanges anything: if it raises, this rank takes part
+    """Wrap a rank's work before DCP's `save` exchanges anything: if it raises, this rank takes part
     in the save that the others have begun, and makes it fail on all of them.
     """
 
@@ -84,7 +82,7 @@ def or_no_save(group: Any, no_dist: bool) -> contextlib.AbstractContextManager[N
 def or_no_load(
     group: Any, no_dist: bool, before: Callable[[], object]
 ) -> contextlib.AbstractContextManager[None]:
-    """As `or_no_save`, for a load. ``before``: the exchange that precedes DCP's `load`."""
+    """Like `or_no_save`, for a load. ``before``: the exchange that precedes DCP's `load`."""
 
     def refuse(error: Exception) -> None:
         before()

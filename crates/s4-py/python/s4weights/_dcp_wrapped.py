@@ -1,5 +1,4 @@
-"""Tensors that wrap others, such as quantized weights and optimizer states: the wrapped tensors are
-stored.
+"""Tensors that wrap others, such as quantized weights and optimizer states: the wrapped tensors are stored.
 
 The wrapper itself is never recreated: a checkpoint is loaded in place, into a wrapper like it.
 """
@@ -35,11 +34,11 @@ class Wrapped(NamedTuple):
 
 
 def unwrap(tensor: torch.Tensor, where: str) -> Wrapped | None:
-    """Describes a wrapper and the tensors that it wraps; ``None`` if the tensor is no wrapper."""
+    """Describe a wrapper and the tensors that it wraps; return ``None`` if the tensor is no wrapper."""
     if not is_traceable_wrapper_subclass(tensor):
         return None
     if isinstance(tensor, DTensor):
-        raise UnsupportedFormatError(f"{where} wraps a DTensor: only a DTensor may wrap others")
+        raise UnsupportedFormatError(f"{where} is a DTensor: only the outermost wrapper may be a DTensor")
     names, context = tensor.__tensor_flatten__()
     tensors: dict[str, torch.Tensor] = {}
     inner: dict[str, Any] = {}

@@ -49,11 +49,11 @@ class Compute:
         self, device: str, gpu_scratch: int | None, pinned_memory: int | None = None
     ) -> None:
         if device not in ("auto", "cuda", "cpu"):
-            raise ValueError(f'device={device!r}: "auto", "cuda" or "cpu" expected')
+            raise ValueError(f'device={device!r}: expected "auto", "cuda" or "cpu"')
         if gpu_scratch is not None and (type(gpu_scratch) is not int or gpu_scratch <= 0):
-            raise ValueError(f"gpu_scratch={gpu_scratch!r}: a number of bytes expected")
+            raise ValueError(f"gpu_scratch={gpu_scratch!r}: expected a number of bytes")
         if pinned_memory is not None and (type(pinned_memory) is not int or pinned_memory < 0):
-            raise ValueError(f"pinned_memory={pinned_memory!r}: a number of bytes expected")
+            raise ValueError(f"pinned_memory={pinned_memory!r}: expected a number of bytes")
         self._device, self._pinned = device, pinned_memory
         self._given = gpu_scratch is not None
         # Engines are kept until the process ends: a program that computes its own figure for each
@@ -64,7 +64,7 @@ class Compute:
             self.engine(())
 
     def engine(self, ordinals: Iterable[int]) -> _core.CudaEngine | None:
-        """The engine for these devices; ``None``: their values must go through host memory."""
+        """Return the engine for these devices, or ``None`` if their values must go through host memory."""
         if self._device == "cpu":
             return None
         key = _core.nesting(), frozenset(ordinals)
@@ -73,12 +73,12 @@ class Compute:
         return self._found[key]
 
     def required(self, ordinals: Iterable[int]) -> _core.CudaEngine:
-        """As `engine`, for values that cannot go through host memory: raises `S4Error` then."""
+        """Like `engine`, for values that cannot go through host memory: raises `S4Error` then."""
         numbers = sorted(ordinals)
         engine = self.engine(numbers)
         if engine is None:
             names = ", ".join(f"cuda:{number}" for number in numbers)
-            raise S4Error(f"{names}: tensors there cannot be filled: no engine could be set up")
+            raise S4Error(f"cannot fill tensors on {names}: the CUDA engine could not be set up")
         return engine
 
     def _find(self, ordinals: frozenset[int]) -> _core.CudaEngine | None:
@@ -92,7 +92,7 @@ class Compute:
         except S4Error as error:
             if self._device == "cuda":
                 raise type(error)(
-                    f'device="cuda": {error}; with device="auto" tensors on a GPU are copied '
+                    f'device="cuda": {error}; use device="auto" to copy tensors on a GPU '
                     "through host memory"
                 ) from error
             if self._given and isinstance(error, LimitError):
@@ -117,7 +117,7 @@ def _engine(scratch: int) -> _core.CudaEngine:
 
 
 def _pinned() -> int:
-    """The limit for page-locked memory, in bytes, unless the user sets one."""
+    """Return the default limit for page-locked memory, in bytes."""
     try:
         return min(PINNED, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // PINNED_SHARE)
     except (AttributeError, OSError, ValueError):  # The system does not say how much it has.
@@ -125,10 +125,10 @@ def _pinned() -> int:
 
 
 def free_pinned_memory() -> None:
-    """Returns page-locked host memory that no save currently needs to the system.
+    """Return page-locked host memory that is not in use by a save to the system.
 
-    Saves of tensors on CUDA devices keep that memory for the next save (``pinned_memory=``), since
-    locking pages is slow.
+    Saves of tensors on CUDA devices keep this memory for the next save (see ``pinned_memory=``),
+    because locking pages is slow.
     """
     global _freed
     _freed += 1
@@ -139,10 +139,10 @@ def free_pinned_memory() -> None:
 
 
 def prepare_pinned_memory(engine: _core.CudaEngine, nbytes: int) -> None:
-    """Allocates page-locked memory for as many encoded bytes as the last save had, on a separate
+    """Allocate page-locked memory for as many encoded bytes as the last save had, on a separate
     thread, so that the next save does not wait for it.
 
-    The thread stops early if the memory is freed meanwhile, or the program ends.
+    The thread stops early if the memory is freed in the meantime or the program ends.
     """
     freed, main = _freed, threading.main_thread()
 
@@ -161,7 +161,7 @@ def _warn(error: S4Error) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"tensors on a GPU are copied through host memory: {error}", UserWarning, stacklevel=2
+            f"tensors on a GPU will be copied through host memory: {error}", UserWarning, stacklevel=2
         )
 
 
@@ -212,7 +212,7 @@ def is_array(obj: object) -> bool:
 
 
 def as_tensor(obj: Any) -> torch.Tensor | None:
-    """A tensor that shares the memory of such an array; ``None`` if PyTorch cannot make one."""
+    """A tensor that shares the memory of such an array, or ``None`` if PyTorch cannot make one."""
     import torch
 
     try:

@@ -15,7 +15,7 @@ from ._sources import check_flag, check_threads, texts_of
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint as the store lists it. It does not change, so any thread may use it.
+    """A checkpoint listed in a store. It is immutable, so any thread may use it.
 
     Attributes:
         step: the training step.
@@ -23,12 +23,12 @@ class CheckpointEntry:
         bytes: its size in the store.
         raw_bytes: the size of its tensors in memory.
         kind: ``"base"``, or ``"delta"`` of another checkpoint.
-        parent: the ``id`` of that other checkpoint; ``None`` for a base.
-        since_base: its position among the checkpoints that share its base; the base has 0.
-        metrics: numbers that retention can choose by.
+        parent: the ``id`` of that other checkpoint, or ``None`` for a base.
+        since_base: its position among the checkpoints that share its base; 0 for the base.
+        metrics: numbers that a retention policy can use.
         tags: free text.
         pinned: whether it is protected.
-        time: the writer's clock when it was saved, in seconds since 1970.
+        time: when it was saved, by the writer's clock, in seconds since 1970.
     """
 
     step: int
@@ -53,14 +53,16 @@ Ids = list[str]
 
 @dataclass(frozen=True)
 class Retention:
-    """A retention policy. The checkpoints that any rule selects stay listed, and so do the newest
-    one, pinned ones, and all that these need. A policy does not change: any thread may use it.
+    """A retention policy.
+
+    Checkpoints selected by any rule stay listed. So do the newest checkpoint, pinned checkpoints,
+    and all checkpoints that these need. A policy is immutable, so any thread may use it.
 
     Attributes:
-        keep_last: keep this many of the newest.
-        keep_every: keep those whose step is a multiple of this.
-        best: keep the best by metrics; each rule is a metric's name, how many checkpoints to keep,
-            and ``"min"`` or ``"max"``.
+        keep_last: keep this many of the newest checkpoints.
+        keep_every: keep checkpoints whose step is a multiple of this.
+        best: keep the best checkpoints by metrics. Each rule consists of a metric's name, the
+            number of checkpoints to keep, and ``"min"`` or ``"max"``.
     """
 
     keep_last: int | None = None
@@ -71,15 +73,15 @@ class Retention:
         for name in ("keep_last", "keep_every"):
             checked_number(name, getattr(self, name), 1)
         if not isinstance(self.best, (tuple, list)):
-            what = 'a tuple of rules such as ("loss", 3, "min") expected'
+            what = 'expected a tuple of rules such as ("loss", 3, "min")'
             raise TypeError(f"best={self.best!r}: {what}")
         for rule in self.best:
             if not isinstance(rule, (tuple, list)) or len(rule) != 3 or type(rule[0]) is not str:
-                what = 'tuples such as ("loss", 3, "min") expected'
+                what = 'expected tuples such as ("loss", 3, "min")'
                 raise TypeError(f"best={self.best!r}: {what}")
             checked_number("best", rule[1], 1)
             if rule[2] not in ("min", "max"):
-                raise ValueError(f'best: "min" or "max" expected, not {rule[2]!r}')
+                raise ValueError(f'best: expected "min" or "max", not {rule[2]!r}')
 
     @classmethod
     def of(cls, retention: Retention | int | None) -> Retention | None:
@@ -87,7 +89,7 @@ class Retention:
         if retention is None or isinstance(retention, cls):
             return retention
         if type(retention) is not int:
-            raise TypeError(f"retention={retention!r}: a number or a Retention expected")
+            raise TypeError(f"retention={retention!r}: expected an integer or a Retention")
         return cls(keep_last=retention)
 
     def native_best(self) -> list[tuple[str, int, bool]]:
@@ -114,17 +116,17 @@ def listed(item: dict[str, Any], report: dict[str, Any] | None = None) -> Checkp
 
 
 def checked_number(name: str, value: object, least: int) -> None:
-    """Raises unless the value is ``None`` or an integer of at least ``least``."""
+    """Raise unless the value is ``None`` or an integer of at least ``least``."""
     if value is None:
         return
     if type(value) is not int:
-        raise TypeError(f"{name}={value!r}: an integer expected")
+        raise TypeError(f"{name}={value!r}: expected an integer")
     if not least <= value < _STEPS:
-        raise ValueError(f"{name}={value!r}: an integer of {least} or more expected")
+        raise ValueError(f"{name}={value!r}: expected an integer of {least} or more")
 
 
 def check_numbers(arguments: Mapping[str, object]) -> None:
-    """Raises for numbers and flags that a store cannot work with."""
+    """Raise for numbers and flags that a store cannot work with."""
     check_threads(arguments["threads"])
     for name in ("read_only", "allow_network_fs"):
         check_flag(name, arguments[name])
@@ -136,14 +138,14 @@ def check_numbers(arguments: Mapping[str, object]) -> None:
 def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Metrics as they are stored."""
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics={metrics!r}: a dict of numbers expected")
+        raise TypeError(f"metrics={metrics!r}: expected a dict of numbers")
     numbers = {}
     for name, value in (metrics or {}).items():
         try:
             number = float(value)
         except (TypeError, ValueError, OverflowError) as error:
             kind = ValueError if isinstance(error, OverflowError) else type(error)
-            raise kind(f"metrics: {name!r} is {value!r}, no number that fits a float") from error
+            raise kind(f"metrics: {name!r} is {value!r}, which is not a number that fits in a float") from error
         if not math.isfinite(number):
             raise ValueError(f"metrics: {name!r} is {number}, which is not finite")
         numbers[str(name)] = number
@@ -160,7 +162,7 @@ def labels_of(
     listed = json.dumps([numbers, texts], ensure_ascii=False, separators=(",", ":"))
     nbytes = len(listed.encode("utf-8", "surrogatepass"))
     if nbytes > _MOST_LISTED:
-        raise LimitError(f"metrics and tags of {nbytes} bytes ({_MOST_LISTED} are allowed)")
+        raise LimitError(f"metrics and tags take {nbytes} bytes (at most {_MOST_LISTED} are allowed)")
     return numbers, texts
 
 
@@ -179,7 +181,7 @@ def checked_step(step: object) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < _STEPS:
-        raise ValueError(f"step: an integer of 0 or more, below 2^64, expected, not {step!r}")
+        raise ValueError(f"step: expected a non-negative integer below 2^64, not {step!r}")
     return number
 
 
@@ -194,4 +196,4 @@ def selected(step: object) -> int | str:
         return operator.index(step)  # type: ignore[arg-type]
     except TypeError:
         what = "an integer or the id of an entry"
-        raise ValueError(f"step: {what} expected, not {step!r}") from None
+        raise ValueError(f"step: expected {what}, not {step!r}") from None

@@ -1,4 +1,4 @@
-"""Exceptions, shaped by what the caller can do about them."""
+"""Exceptions, grouped by how the caller can handle them."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ __all__ = [
 
 
 class S4Error(Exception):
-    """Anything that s4weights refuses or fails to do."""
+    """Base class of the errors raised by s4weights."""
 
 
 class CorruptDataError(S4Error, ValueError):
-    """The bytes contradict each other or a checksum, or end too early: read another copy."""
+    """The data is inconsistent, truncated, or does not match a checksum: read another copy."""
 
 
 class NotFoundError(S4Error, FileNotFoundError):
-    """There is no file, object or checkpoint of that name."""
+    """No file, object or checkpoint with this name exists."""
 
 
 class UnsupportedFormatError(S4Error):
-    """The data is well-formed, but this version or this machine cannot read or write it."""
+    """The data is valid, but this version or this machine cannot read or write it."""
 
 
 class ConflictError(S4Error):
-    """The state of a checkpoint store does not allow the operation, and nothing was changed: a
-    checkpoint is pinned, or another one needs it, or another writer was faster.
+    """The state of the checkpoint store does not allow the operation. Nothing was changed.
+
+    For example, a checkpoint is pinned, another checkpoint needs it, or another writer was faster.
     """
 
 
 class LimitError(S4Error):
-    """A limit of the format or of the caller would be exceeded."""
+    """The operation would exceed a limit of the format or one set by the caller."""
 
 
 class MismatchError(S4Error, ValueError):
-    """The tensors to be filled do not match those of the file: names, dtypes or shapes differ."""
+    """The tensors to fill do not match those in the file: names, dtypes or shapes differ."""
 
 
 class StorageError(S4Error, OSError):
-    """The disk or the object store refused: full, read-only, unreachable, forbidden.
+    """The disk or the object store failed: it is full, read-only, unreachable or access is denied.
 
-    ``errno`` is the system's error number, where there is one: ``ENOSPC``, ``EROFS``, ``EACCES``
-    (also for an object store's 401 and 403), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the
-    path or URL. ``cause`` is a keyword for programs, such as ``"Refused"``, ``"Dns"``, ``"Tls"``,
+    ``errno`` is the system's error number, if there is one: ``ENOSPC``, ``EROFS``, ``EACCES`` (also
+    for an object store's 401 and 403), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the path or
+    URL. ``cause`` is a keyword for programs, such as ``"Refused"``, ``"Dns"``, ``"Tls"``,
     ``"Timeout"``, ``"Permission"``, ``"NoSuchBucket"``, ``"Throttled"``, ``"DiskFull"``, and
-    ``"Replaced"`` if another store was made in the place of an open one. Each is ``None`` if it is
-    not known. Depending on ``errno``, the exception is also a `PermissionError`, an
+    ``"Replaced"`` if another store was created in place of an open one. Each is ``None`` if it is
+    unknown. Depending on ``errno``, the exception is also a `PermissionError`, an
     `IsADirectoryError` and so on.
     """
 
@@ -88,10 +89,10 @@ _OF_ERRNO = {
 
 
 class UnsafeLoadError(S4Error, pickle.UnpicklingError):
-    """``weights_only=True`` found something that it must not build.
+    """The saved object contains something that ``weights_only=True`` does not allow.
 
-    ``key_path`` is the place in the saved object, and ``global_name`` the class or function that
-    would have been called; either is ``None`` if it could not be determined.
+    ``key_path`` is its position in the saved object, and ``global_name`` is the class or function
+    that would have been called. Either is ``None`` if it could not be determined.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Finds out where in a pickled object the globals are that the restricted unpickler refuses.
+"""Finds the positions in a pickled object of the globals that the restricted unpickler refuses.
 
-The stream is run by an interpreter that builds nothing but a sketch of the object: which containers
-and calls there are, and what they hold. Nothing is copied or spelled out before it is needed, so
-that even for a malicious stream its length bounds the work and the memory.
+The stream is run by an interpreter that only builds a sketch of the object: its containers and
+calls, and their contents. Nothing is copied or formatted before it is needed, so that the length of
+the stream bounds the work and the memory, even for a malicious stream.
 """
 
 from __future__ import annotations

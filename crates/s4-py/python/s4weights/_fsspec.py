@@ -1,9 +1,9 @@
-"""The fsspec protocol ``s4w``: files of `torch.save`, or several of them concatenated, are stored
-as ``.s4w`` files and read in their original form.
+"""The fsspec protocol ``s4w``: files written by `torch.save`, or several such files concatenated,
+are stored as ``.s4w`` files and read back in their original form.
 
 ``s4w://runs/a`` and ``s4w://s3://bucket/run`` add compression to ``runs/a`` and
-``s3://bucket/run``: every file written through them that holds tensors of `torch.save` is stored as
-a ``.s4w`` file. Other files, and those that other programs put there, stay as they are.
+``s3://bucket/run``: a file written through them is stored as a ``.s4w`` file if it contains tensors
+saved by `torch.save`. Other files, including those written by other programs, are not changed.
 `torch.distributed.checkpoint` accepts such a URL::
 
     dcp.save(state, checkpoint_id="s4w:///runs/a/step-1000")
@@ -33,7 +33,7 @@ _REST = "rest"
 
 
 class S4wFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
-    """Another file system, with compression."""
+    """A file system that adds compression to another one."""
 
     protocol = "s4w"
     cachable = False
@@ -53,50 +53,50 @@ class S4wFileSystem(fsspec.AbstractFileSystem):  # type: ignore[misc]
         return fs, inner
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        """Lists a folder of the underlying file system, with the stored sizes."""
+        """List a folder of the underlying file system, with the stored sizes."""
         fs, inner = self._below(path)
         return fs.ls(inner, detail=detail, **kwargs)
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        """Information from the underlying file system, with the stored size."""
+        """Return the underlying file system's information on a file, with the stored size."""
         fs, inner = self._below(path)
         return dict(fs.info(inner, **kwargs))
 
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """Whether there is such a file or folder."""
+        """Return whether a file or folder exists."""
         fs, inner = self._below(path)
         return bool(fs.exists(inner, **kwargs))
 
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Makes a folder, if the underlying file system has folders."""
+        """Make a folder, if the underlying file system has folders."""
         fs, inner = self._below(path)
         fs.mkdir(inner, create_parents=create_parents, **kwargs)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes folders, if the underlying file system has folders."""
+        """Make folders, if the underlying file system has folders."""
         fs, inner = self._below(path)
         fs.makedirs(inner, exist_ok=exist_ok)
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Renames a file or folder of the underlying file system."""
+        """Rename a file or folder of the underlying file system."""
         (fs, first), (_, second) = self._below(path1), self._below(path2)
         fs.mv(first, second, **kwargs)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
-        """Removes files or folders of the underlying file system."""
+        """Remove files or folders of the underlying file system."""
         for each in path if isinstance(path, list) else [path]:
             fs, inner = self._below(each)
             fs.rm(inner, recursive=recursive, maxdepth=maxdepth)
 
     def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        """Opens a file to read it, or to write it as a whole.
+        """Open a file for reading, or for writing it as a whole.
 
         Raises:
             ValueError: the mode is neither ``rb`` nor ``wb``.
             CorruptDataError: the stored file is damaged.
         """
         if mode not in ("rb", "wb"):
-            raise ValueError(f"mode={mode!r}: 'rb' or 'wb' expected")
+            raise ValueError(f"mode={mode!r}: expected 'rb' or 'wb'")
         fs, inner = self._below(path)
         if mode == "wb":
             return _Written(fs, inner)
@@ -135,8 +135,9 @@ class _Buffered(io.BufferedReader):
 
 
 class _Written(io.BytesIO):
-    """A file that is being written. It is stored when it is closed, whole or not at all; not if it
-    is only collected: then an exception may have ended the writing.
+    """A file that is being written. It is stored completely or not at all, when it is closed. It is
+    not stored if it is garbage-collected without being closed, since an exception may have ended
+    the writing.
     """
 
     def __init__(self, fs: Any, path: str) -> None:
@@ -146,7 +147,7 @@ class _Written(io.BytesIO):
     def __del__(self) -> None:
         # The base class would close it here, which stores it.
         if not self.closed and self.tell():
-            message = f"{self._path}: nothing was stored, since the file was not closed"
+            message = f"{self._path}: nothing was stored because the file was not closed"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
 
     def __exit__(self, *exception: object) -> None:
@@ -154,7 +155,7 @@ class _Written(io.BytesIO):
         self.close()
 
     def close(self) -> None:
-        """Stores the file, unless an exception ended the ``with`` block that it was opened in."""
+        """Store the file, unless an exception ended the ``with`` block that it was opened in."""
         if self.closed:
             return
         values = bytearray(self.getbuffer())
@@ -178,7 +179,7 @@ class _Span(NamedTuple):
 
 
 def compress(values: bytearray) -> bytes | None:
-    """The ``.s4w`` file for concatenated files of `torch.save`; ``None`` if it has no tensors."""
+    """The ``.s4w`` file for concatenated files of `torch.save`, or ``None`` if it has no tensors."""
     found = find_storages(values)
     return _wrap(values, found) if found else None
 
@@ -227,7 +228,7 @@ def _is_read_as_it_is(values: bytearray) -> bool:
 
 
 def _restore(data: bytes, name: str) -> _Restored | None:
-    """The file that was compressed; ``None`` if this is a ``.s4w`` file that somebody else wrote."""
+    """The file that was compressed, or ``None`` if this is a ``.s4w`` file that somebody else wrote."""
     reader = _core.Reader(None, None, data, None, {})
     try:
         text = reader.blob(_BLOB)
@@ -249,10 +250,10 @@ class _Restored(io.RawIOBase):
             self._spans = _spans(places, self._size, [t[3] for t in tensors]) if ends else []
         except (KeyError, ValueError, TypeError) as error:
             raise CorruptDataError(
-                f"{name}: not a file that was written through s4w://: {error}"
+                f"{name}: not written through s4w://: {error}"
             ) from error
         if not ends:
-            raise CorruptDataError(f"{name}: not a file that was written through s4w://")
+            raise CorruptDataError(f"{name}: not written through s4w://")
         self._at = 0
 
     def readable(self) -> bool:
@@ -267,7 +268,7 @@ class _Restored(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         if start + offset < 0:
-            raise ValueError(f"a place before the start: {start + offset}")
+            raise ValueError(f"cannot seek to the negative position {start + offset}")
         self._at = start + offset
         return self._at
 

@@ -1,4 +1,4 @@
-"""Background saves whose outcome nobody has seen when the process forks or ends."""
+"""Background saves whose result has not been checked when the process forks or ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _child_hook_of = 0
 
 
 def add(pending: Pending[Any]) -> None:
-    """Registers a save that begins."""
+    """Register a save that begins."""
     global _child_hook_of
     _live.add(pending)
     multiprocessing = sys.modules.get("multiprocessing.process")
@@ -39,12 +39,12 @@ def add(pending: Pending[Any]) -> None:
 
 
 def discard(pending: Pending[Any]) -> None:
-    """Unregisters a save that succeeded, or whose error someone has seen."""
+    """Unregister a save that succeeded, or whose error someone has seen."""
     _live.discard(pending)
 
 
 def at_fork(reset: Callable[[], None]) -> None:
-    """Registers a function to call in the child after a fork. No other thread exists there: locks
+    """Register a function to call in the child after a fork. No other thread exists there: locks
     that other threads held stay locked, and what they were doing is never finished.
     """
     _resets.append(reset)
@@ -60,14 +60,14 @@ def _in_child() -> None:
 
 
 def _failures() -> list[str]:
-    """Waits for all saves; returns messages about failed ones whose error nobody has seen."""
+    """Wait for all saves. Return messages about failed ones whose error has not been seen."""
     failed = []
     for pending in sorted(_live, key=lambda p: p._number):
         error = pending.committed.exception()
         if error is not None:
             failed.append(
-                f"s4weights: {pending._what} FAILED, and the "
-                f"program ended without asking for its outcome (`{pending._reporting_call}` does): "
+                f"s4weights: {pending._what} FAILED, and the program "
+                f"exited without checking its result (call `{pending._reporting_call}`): "
                 f"{type(error).__name__}: {error}"
             )
     _live.clear()

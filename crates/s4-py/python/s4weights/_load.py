@@ -48,40 +48,41 @@ def load(
     keys: Iterable[str] | None = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """Loads what `save` saved, with the arguments of `torch.load` and some more.
+    """Load an object saved by `save`. Takes the arguments of `torch.load` and some more.
 
-    Files of `torch.save` and safetensors files are passed to their own readers. `load` may be
-    called from several threads at the same time, but not with the same stream.
+    Files written by `torch.save` and safetensors files are passed to their own readers. `load` may
+    be called from several threads at the same time, but not with the same stream.
 
     Args:
         f: a path, a URL or a readable binary stream.
         map_location: as in `torch.load`: ``None``, a device, a dict or a callable. Tensors for a
-            CUDA device are decoded on it; a callable is given storages in host memory.
+            CUDA device are decoded on that device. A callable receives storages in host memory.
         pickle_module: as in `torch.load`; implies ``weights_only=False``.
-        weights_only: ``None`` means true: nothing but tensors, plain values and the globals allowed
-            in `torch.serialization` is built. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and
+        weights_only: allow only tensors, plain values and the globals allowed in
+            `torch.serialization`. ``None`` means ``True``. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and
             ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` are respected.
-        mmap: for files of `torch.save` only. A ``.s4w`` file must be decoded, so that this has no
-            effect but a warning.
-        threads: native threads; ``None`` means one for each core.
-        device: where tensors for CUDA devices are decoded: as in `save`.
+        mmap: only for files written by `torch.save`. A ``.s4w`` file must be decoded, so for these
+            files it only causes a warning.
+        threads: number of native threads. ``None`` means one per core.
+        device: where to decode tensors for CUDA devices, as in `save`.
         gpu_scratch: as in `save`.
         progress: as in `save`.
         storage_options: as in `save`.
-        trusted: the file comes from a program that you trust. It may then use a vendor's closed
-            codecs, which preset ``"nvcomp"`` writes, and which are decoded on a GPU: their
-            decoders are not safe on files of unknown origin. It has no effect on unpickling.
-        keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``. The
-            dicts that lead to these parts are returned with nothing else in them, and nothing
-            else is read.
-        pickle_load_args: for the unpickler, such as ``encoding``.
+        trusted: whether the file comes from a trusted source. If so, it may use a vendor's closed
+            codecs, which preset ``"nvcomp"`` writes and which are decoded on a GPU. Their decoders
+            are not safe for files of unknown origin. This has no effect on unpickling.
+        keys: parts of the object to load, given as key paths such as ``"model"`` or
+            ``"model.layers.0"``. The result contains only these parts, in the dicts that lead to
+            them. Nothing else is read.
+        pickle_load_args: arguments for the unpickler, such as ``encoding``.
 
     Raises:
-        KeyError: one of ``keys`` leads to nothing in the file.
-        TypeError: an argument that neither this function nor an unpickler takes.
-        UnsafeLoadError: ``weights_only`` does not allow an object; the error has its key path.
+        KeyError: one of ``keys`` does not exist in the file.
+        TypeError: neither this function nor the unpickler takes an argument.
+        UnsafeLoadError: ``weights_only`` does not allow an object in the file; the error contains
+            its key path.
         CorruptDataError: the file is damaged or truncated.
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         UnsupportedFormatError: this version cannot read the file.
         S4Error: any other failure.
     """
@@ -102,7 +103,7 @@ def load(
     check_pickle_arguments("load", pickle_module, pickle_load_args)
     if mmap:
         warnings.warn(
-            "mmap=True: a .s4w file is decoded, not mapped; load(f, 'meta') or load_into save memory",
+            "mmap=True: a .s4w file is decoded, not mapped; use load(f, 'meta') or load_into to save memory",
             stacklevel=2,
         )
     return read(
@@ -118,7 +119,7 @@ setattr(load, OURS, True)
 def check_pickle_arguments(
     function: str, pickle_module: Any, pickle_load_args: Mapping[str, Any]
 ) -> None:
-    """Raises `TypeError` for arguments that no unpickler takes, such as misspelt names.
+    """Raise `TypeError` for arguments that no unpickler takes, such as misspelt names.
 
     A pickle module of the caller's may take any argument.
     """
@@ -139,7 +140,7 @@ def read(
     pickle_load_args: dict[str, Any],
     recorder: Recorder,
 ) -> Any:
-    """Reads the object of an open file or checkpoint, or only the parts that ``keys`` name."""
+    """Read the object of an open file or checkpoint, or only the parts that ``keys`` name."""
     with recorder.watch():
         recorder.look(source, keys is None)
         with recorder.stage("read"):
@@ -151,7 +152,7 @@ def read(
             if keys is not None:
                 if source.form() != "tree" or tree is None:
                     raise UnsupportedFormatError(
-                        "keys=: the object was saved as a pickle, which can be loaded as a whole only"
+                        "keys=: the object was saved as a pickle, which can only be loaded as a whole"
                     )
                 tree, wanted = select(tree, keys)
             total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
@@ -174,14 +175,15 @@ def verify(
     storage_options: Mapping[str, str] | None = None,
     trusted: bool = False,
 ) -> dict[str, Any]:
-    """Reads and decodes all of a ``.s4w`` file and compares every checksum; needs no PyTorch.
-    It may be called from several threads at the same time.
+    """Decode a whole ``.s4w`` file and check all checksums. Does not need PyTorch.
+
+    This function may be called from several threads at the same time.
 
     Returns:
         A report of what was checked.
 
     Raises:
-        CorruptDataError: something is damaged; the message says what and where.
+        CorruptDataError: the file is damaged; the message describes the damage and its location.
         S4Error: any other failure.
     """
     reader = require_s4w(open_source(f, storage_options, threads, trusted))
@@ -194,8 +196,9 @@ def inspect(
     *,
     storage_options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Describes a ``.s4w`` file: versions, tensors, sizes, metadata. Reads no tensor data.
-    It may be called from several threads at the same time.
+    """Describe a ``.s4w`` file: versions, tensors, sizes, metadata. Does not read tensor data.
+
+    This function may be called from several threads at the same time.
     """
     reader = require_s4w(open_source(f, storage_options, None))
     report: dict[str, Any] = json.loads(reader.inspect())
@@ -205,9 +208,10 @@ def inspect(
 def get_unsafe_globals(
     f: FileLike, *, storage_options: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The classes and functions that a file needs and that ``weights_only=True`` does not allow:
-    for ``.s4w`` files what `torch.serialization.get_unsafe_globals_in_checkpoint` is for files of
-    `torch.save`. Loads nothing.
+    """Return the classes and functions in a file that ``weights_only=True`` does not allow.
+
+    This is the equivalent of `torch.serialization.get_unsafe_globals_in_checkpoint` for ``.s4w``
+    files. It does not load the object.
     """
     source = open_source(f, storage_options, None)
     if isinstance(source, Foreign):
@@ -294,7 +298,7 @@ class Layouts(NamedTuple):
 
 
 def layouts_of(reader: _core.Reader, weights_only: bool | None) -> Layouts:
-    """Builds the object of a file without reading any values."""
+    """Build the object of a file without reading any values."""
     compute, progress = Compute("cpu", None), Progress(None, 0, "load")
     storages = StorageReader(reader, reader.tensors(), "meta", progress, compute)
     pickle_module, stand_ins = choose_unpickler(None, weights_only, {}), _pickled.StandIns()
@@ -309,7 +313,7 @@ def _load_safetensors(f: FileLike, map_location: Any) -> Any:
 
     if map_location is not None and not isinstance(map_location, (str, torch.device)):
         raise RuntimeError(
-            "a safetensors file takes a device as map_location, not a dict or a callable"
+            "safetensors files support only a device as map_location, not a dict or a callable"
         )
     device = "cpu" if map_location is None else str(map_location)
     if isinstance(f, (str, os.PathLike)):

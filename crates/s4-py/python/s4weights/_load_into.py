@@ -29,8 +29,8 @@ _NAMED = 8
 
 
 class IncompatibleKeys(NamedTuple):
-    """Key paths of tensors that `load_into` passed over: missing in the file, or unexpected there.
-    Tensors that a module's state dict creates only as copies count as missing.
+    """Key paths of tensors that `load_into` skipped: those missing in the file, and those only in
+    the file. Tensors that a module's state dict creates only as copies count as missing.
     """
 
     missing_keys: list[str]
@@ -38,9 +38,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A tensor to be filled, its saved counterpart (without values), and the index of that one's
-    storage in the file.
-    """
+    """A tensor to fill, the saved tensor (without values), and the index of its storage in the file."""
 
     path: str
     target: torch.Tensor
@@ -60,19 +58,20 @@ def load_into(
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> IncompatibleKeys:
-    """Fills existing tensors, on the host or on CUDA devices, with the values of a ``.s4w`` file.
-    There is never a second copy of them in memory, except of tensors that are not contiguous.
-    Several threads may call it at the same time, to fill different tensors.
+    """Fill existing tensors, on the host or on CUDA devices, with values from a ``.s4w`` file.
+
+    This never needs a second copy of the tensors in memory, except for tensors that are not
+    contiguous. Several threads may call it at the same time to fill different tensors.
 
     Args:
-        state_dict: where the tensors are: a state dict, a module, or containers of those. Tensors
-            are matched by their key paths, such as ``model.layers.0.weight``; the tensors of a
-            module are those of its ``state_dict()``, except the extra state that only the module
-            itself can load. Other values are left as they are; ``load(f, "meta")`` shows the file's.
+        state_dict: the tensors to fill: a state dict, a module, or containers of those. Tensors are
+            matched by their key paths, such as ``model.layers.0.weight``. The tensors of a module
+            are those of its ``state_dict()``, except for extra state, which only the module itself
+            can load. Other values are not changed; use ``load(f, "meta")`` to get the file's.
         f: as in `load`. The first two arguments may be swapped.
-        strict: whether both sides must have the same tensors, and all of them must be filled.
-            ``False`` passes over those of one side only, and those that a module's state dict
-            creates only as copies.
+        strict: require both sides to have the same tensors, and fill all of them. ``False`` skips
+            tensors that only one side has, and those that a module's state dict creates only as
+            copies.
         weights_only: as in `load`.
         threads: as in `load`.
         device: as in `load`.
@@ -81,14 +80,15 @@ def load_into(
         storage_options: as in `load`.
 
     Returns:
-        The key paths that ``strict=False`` passed over.
+        The key paths that were skipped because of ``strict=False``.
 
     Raises:
         TypeError: neither of the first two arguments is a file.
-        MismatchError: names, dtypes or shapes differ; or a tensor is of a kind that cannot be
-            filled (sparse, quantized, distributed) or, with ``strict``, one that a module's state dict creates only as
-            a copy; or tensors share memory, and those in the file do not. No tensor was touched.
-        S4Error: any other failure, as in `load`. The tensors' values are then unspecified.
+        MismatchError: names, dtypes or shapes differ; a tensor is of a kind that cannot be filled
+            (sparse, quantized, distributed); with ``strict``, a module's state dict creates a
+            tensor only as a copy; or tensors share memory, but not in the file. No tensor was
+            changed.
+        S4Error: any other failure, as in `load`. The values of the tensors are then undefined.
     """
     require_torch("load_into")
     state_dict, f = _in_order(state_dict, f)
@@ -124,7 +124,7 @@ def match(
     strict: bool = True,
     weights_only: bool | None = True,
 ) -> list[Pair]:
-    """Matches tensors with those of a file that are to fill them.
+    """Match the tensors to fill with those of a file.
 
     Raises:
         MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled.
@@ -135,7 +135,7 @@ def match(
 def _match(
     state_dict: Any, source: _core.Reader, strict: bool, weights_only: bool | None
 ) -> tuple[dict[str, Target], dict[str, torch.Tensor], list[Pair]]:
-    """The tensors to be filled and those of the file, by path, and the pairs of both."""
+    """The tensors to fill and those of the file, by path, and the pairs of both."""
     targets = targets_by_path(state_dict)
     layouts = layouts_of(source, weights_only)
     saved = tensors_by_path(layouts.obj)
@@ -150,7 +150,7 @@ def _in_order(state_dict: Any, f: Any) -> tuple[Any, FileLike]:
         return f, state_dict
     kinds = f"{type(state_dict).__name__} and {type(f).__name__}"
     raise TypeError(
-        f"load_into(state_dict, f): a path, a URL or a binary stream expected, not {kinds}"
+        f"load_into(state_dict, f): expected a path, a URL or a binary stream, not {kinds}"
     )
 
 
@@ -172,7 +172,7 @@ def _pair(
         # Modules load their extra state themselves, so that it may be in the file only.
         beside = tuple(f"{path}." for path in extra_state(state_dict)) if only else ()
         left = [path for path in only if not f"{path}.".startswith(beside)]
-        problems += [f"`{path}` is in the file only" for path in left]
+        problems += [f"`{path}` is only in the file" for path in left]
     pairs = []
     for path in (path for path in targets if path in saved):
         (_, target, is_own), there = targets[path], saved[path]
@@ -181,8 +181,8 @@ def _pair(
         differs = _difference(target, there, layouts)
         if not (differs or is_own):
             differs = (
-                "was only made by the module's `state_dict()`: load the file and copy it yourself "
-                "(`load_into` with `strict=False` passes over it)"
+                "is a copy created by the module's `state_dict()`: load the file and copy it yourself "
+                "(`load_into` with `strict=False` skips it)"
             )
         if differs:
             problems.append(f"`{path}` {differs}")
@@ -199,7 +199,7 @@ def _pair(
 
 
 def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> str | None:
-    """Why a tensor cannot be filled with the saved one; ``None`` if it can."""
+    """Return the reason why a tensor cannot be filled with the saved one, or ``None`` if it can."""
     import torch
 
     if kind := _unusual(target, layouts):
@@ -208,7 +208,7 @@ def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> 
         return f"is {kind} in the file: load the file and copy it yourself"
     if target.dtype != saved.dtype or target.shape != saved.shape:
         return (
-            f"is {target.dtype} {list(target.shape)}, in the file {saved.dtype} {list(saved.shape)}"
+            f"is {target.dtype} {list(target.shape)}, but {saved.dtype} {list(saved.shape)} in the file"
         )
     if target.is_meta:
         return "has no memory"
@@ -220,10 +220,10 @@ def _difference(target: torch.Tensor, saved: torch.Tensor, layouts: Layouts) -> 
         enough = fits(there, item, offset, target.shape, target.stride())
         overlap = _overlaps(target)
     if not enough:
-        return "has too little memory for its elements: its memory was freed or made smaller"
+        return "does not have enough memory for its elements: its memory was freed or shrunk"
     if overlap:
         has = "has" if torch._debug_has_internal_overlap(target) == 1 else "may have"
-        return f"{has} one place in memory for several elements"
+        return f"{has} several elements at the same memory location"
     stored = saved.untyped_storage()._cdata in layouts.numbers
     return None if stored else "has no values in the file"
 
@@ -259,7 +259,7 @@ def _unusual(tensor: torch.Tensor, layouts: Layouts) -> str | None:
 
 
 class _Span(NamedTuple):
-    """The bytes between the first and the last element of a tensor to be filled."""
+    """The bytes between the first and the last element of a tensor to fill."""
 
     device: str
     start: int
@@ -308,7 +308,7 @@ def _shared(pairs: list[Pair]) -> list[str]:
         for a in before:
             if not (_apart(a, span) or _alike(a, span)):
                 names = f"`{a.pair.path}` and `{span.pair.path}`"
-                problems.append(f"{names} share memory, but not in the file")
+                problems.append(f"{names} share memory here, but not in the file")
         before.append(span)
     return problems
 
@@ -376,8 +376,8 @@ def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: P
 
 
 def _try_copies(pairs: list[Pair], direct: dict[int, torch.Tensor]) -> None:
-    """Raises `MismatchError` for what PyTorch cannot copy, such as conjugated values of some dtypes,
-    before any tensor is touched.
+    """Raise `MismatchError` for values that PyTorch cannot copy, such as conjugated values of some
+    dtypes, before any tensor is changed.
     """
     import torch
 
@@ -425,9 +425,7 @@ def direct_place(pair: Pair, compute: Compute, places: Places) -> tuple[int, int
 
 
 def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress: Progress) -> None:
-    """Fills a tensor from ``other``, which was filled from the same storage, or through host
-    memory.
-    """
+    """Fill a tensor from ``other``, which was filled from the same storage, or through host memory."""
     import torch
 
     target, saved = pair.target, pair.saved
@@ -448,7 +446,7 @@ def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress
 
 
 def set_values(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies values into a tensor, whatever mode it was made in."""
+    """Copy values into a tensor, whatever mode it was made in."""
     import torch
 
     # Tensors made in inference mode can be changed in it only.

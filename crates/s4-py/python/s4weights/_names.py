@@ -60,10 +60,9 @@ def label(key: object, depth: int = 0) -> str:
 def walk_tensors(
     root: object, *, as_state: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that containers and attributes lead to, with its path, in saving order.
+    """Yield every tensor reachable through containers and attributes, with its path, in saving order.
 
-    For saving, only names depend on it: a tensor that it does not reach is saved under a generic
-    name.
+    For saving, this only affects names: a tensor that is not found is saved under a generic name.
 
     Args:
         root: the object.
@@ -110,7 +109,7 @@ def walk_tensors(
 
 
 class Target(NamedTuple):
-    """A tensor of a state that is to be filled."""
+    """A tensor of a state to fill."""
 
     path: str
     tensor: torch.Tensor
@@ -120,7 +119,7 @@ class Target(NamedTuple):
 
 
 def walk_targets(root: object) -> Iterator[Target]:
-    """As `walk_tensors` with ``as_state``, without the extra state of modules, which only they
+    """Like `walk_tensors` with ``as_state``, without the extra state of modules, which only they
     themselves can load.
     """
     import torch
@@ -196,8 +195,8 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def _walk_state(root: object) -> Iterator[tuple[str, Any]]:
-    """Every tensor and module that containers and attributes lead to, once per path to it. The
-    parts of modules are left out.
+    """Yield every tensor and module reachable through containers and attributes, once per path.
+    Parts of modules are not included.
 
     Raises `LimitError` if containers that occur in many places make too many paths.
     """
@@ -237,7 +236,7 @@ def _walk_state(root: object) -> Iterator[tuple[str, Any]]:
                     continue
             again += 1
             if again > MAX_VISITS:
-                raise LimitError(f"more than {MAX_VISITS} paths lead to the same objects")
+                raise LimitError(f"more than {MAX_VISITS} paths to the same objects")
         seen.add(key)
         if children is None:
             yield path, obj

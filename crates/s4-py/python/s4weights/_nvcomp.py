@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def load_nvcomp() -> None:
-    """Loads the library of an installed ``nvidia-libnvcomp-cu12`` or ``-cu13``, if there is one.
+    """Load the library of an installed ``nvidia-libnvcomp-cu12`` or ``-cu13`` package, if there is one.
 
     The native module then finds it by name. If ``NVCOMP_LIBRARY`` is set, the native module uses
     that first. If it finds nothing, its error says what to install.
@@ -25,8 +25,8 @@ def load_nvcomp() -> None:
 
 
 def _installed() -> list[Path]:
-    """The folders in which packages are installed. The search path has other folders as well, such
-    as the working directory, from which no library must be loaded.
+    """Return the folders in which packages are installed. The search path also contains other
+    folders, such as the working directory, and no library may be loaded from those.
     """
     folders = [Path(entry) for entry in sys.path]
     return [f for f in folders if f.is_absolute() and f.name in ("site-packages", "dist-packages")]

@@ -1,4 +1,4 @@
-"""One checkpoint in a store, without keeping the store open."""
+"""Functions that save or load a single checkpoint without keeping the store open."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def save_checkpoint(
     progress: ProgressArgument = None,
     **store_options: Any,
 ) -> CheckpointEntry | PendingSave:
-    """Saves one checkpoint into the store at a folder or URL, which is created if need be.
+    """Save one checkpoint to the store in a folder or at a URL. Creates the store if necessary.
 
-    For a training loop a `CheckpointStore` is better: it keeps in memory what it saved last, and
-    raises the errors of background saves. ``store_options`` are the arguments of that class;
-    ``blocking`` and ``stage`` are those of its `save_checkpoint`. This function may be called from
-    several threads at the same time.
+    For a training loop, use a `CheckpointStore` instead: it keeps the last saved values in memory
+    and raises the errors of background saves. ``store_options`` are the arguments of that class;
+    ``blocking`` and ``stage`` are arguments of its `save_checkpoint`. This function may be called
+    from several threads at the same time.
     """
     store = CheckpointStore(url, **store_options)
     if blocking:
@@ -91,9 +91,9 @@ def load_checkpoint(
     timeout: float | None = None,
     **options: Any,
 ) -> Any:
-    """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`.
+    """Load a checkpoint from the store in a folder or at a URL, as `CheckpointStore.load_checkpoint` does.
 
-    ``storage_options``, ``threads`` and ``timeout`` are those of that class. This function may be
+    ``storage_options``, ``threads`` and ``timeout`` are as in that class. This function may be
     called from several threads at the same time.
     """
     with CheckpointStore(

@@ -30,10 +30,10 @@ class _Saved(NamedTuple):
 
 
 class File(Mapping[str, Any]):
-    """A ``.s4w`` file whose tensors can be read one by one, and in part.
+    """A ``.s4w`` file from which individual tensors, or parts of them, can be read.
 
-    Several threads may call its methods at the same time. As a mapping it returns whole tensors by
-    their key paths.
+    Several threads may call its methods at the same time. It is a mapping from key paths to whole
+    tensors.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class File(Mapping[str, Any]):
         self.close()
 
     def close(self) -> None:
-        """Closes the file. Tensors that were read stay valid."""
+        """Close the file. Tensors that have been read remain valid."""
         self._reader = None
 
     def __len__(self) -> int:
@@ -81,21 +81,21 @@ class File(Mapping[str, Any]):
         return self.get_tensor(key)
 
     def metadata(self) -> dict[str, str]:
-        """The free text that was saved with the object."""
+        """Return the metadata that was saved with the object."""
         return self._open().metadata()
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        """A tensor, by its key path. Raises `KeyError` if there is none."""
+        """Return the tensor with a key path. Raises `KeyError` if there is none."""
         return self.get_slice(key)[...]
 
     def get_slice(self, key: str) -> Slice:
-        """A tensor to be read in parts: ``f.get_slice("w")[10:20, :]``. Raises `KeyError` if there
-        is none with this key path.
+        """Return a tensor that can be read in parts: ``f.get_slice("w")[10:20, :]``. Raises
+        `KeyError` if there is no tensor with this key path.
         """
         if key not in self._saved:
             close = difflib.get_close_matches(str(key), self._saved, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise KeyError(f"{self._name}: no tensor is at {key!r}{hint}")
+            raise KeyError(f"{self._name}: no tensor at {key!r}{hint}")
         return self._part(key)
 
     def _part(self, key: str) -> Slice:
@@ -103,13 +103,15 @@ class File(Mapping[str, Any]):
 
     def _open(self) -> _core.Reader:
         if self._reader is None:
-            raise ValueError("the file was closed")
+            raise ValueError("the file is closed")
         return self._reader
 
 
 class Slice:
-    """A tensor that is read when it is indexed. Only the chunks that the index needs are decoded,
-    each as a whole: 64 Ki to 256 Ki values.
+    """A tensor that is read when it is indexed.
+
+    Only the chunks that contain the requested values are decoded. A chunk has 64 Ki to 256 Ki
+    values.
     """
 
     def __init__(self, file: File, key: str, saved: _Saved) -> None:
@@ -119,17 +121,19 @@ class Slice:
         return f"<s4weights.Slice {self._key!r}: {self.get_dtype()} {self.get_shape()}>"
 
     def get_shape(self) -> list[int]:
-        """The size of each dimension."""
+        """Return the size of each dimension."""
         return list(self._saved.tensor.shape)
 
     def get_dtype(self) -> torch.dtype:
-        """The type of the elements."""
+        """Return the dtype."""
         return self._saved.tensor.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Reads a part. The index may consist of integers, lists of integers, slices (with positive
-        steps), ``None`` and ``...``, with the same meaning as for a tensor. For a list, everything
-        from its smallest to its largest index is read.
+        """Read a part of the tensor.
+
+        The index may consist of integers, lists of integers, slices (with positive steps), ``None``
+        and ``...``, with the same meaning as for a tensor. For a list, everything from its smallest
+        to its largest index is read.
         """
         saved = self._saved.tensor
         ranges, rest = ranges_of(index, saved.shape, self._key)
@@ -137,17 +141,17 @@ class Slice:
             part = self._values(ranges, rest)
         except NotImplementedError as error:
             dtype = str(saved.dtype).removeprefix("torch.")
-            what = f"`{self._key}`: PyTorch cannot take such a part of a tensor of {dtype}"
+            what = f"`{self._key}`: PyTorch does not support this index for a tensor of {dtype}"
             raise NotImplementedError(what) from error
         except RuntimeError as error:
             if is_of_signal(error):
                 raise
             # A tensor of few stored values may be expanded to any size.
-            raise LimitError(f"no memory for `{self._key}`: {error}") from error
+            raise LimitError(f"not enough memory for `{self._key}`: {error}") from error
         return part.to(self._file._device)
 
     def _values(self, ranges: list[tuple[int, int]], rest: tuple[Any, ...]) -> torch.Tensor:
-        """Reads what `ranges_of` returned, into host memory."""
+        """Read what `ranges_of` returned, into host memory."""
         import torch
 
         saved, number = self._saved
@@ -210,7 +214,7 @@ def ranges_of(
 
 
 def _range_of(one: Any, size: int, dimension: int) -> tuple[tuple[int, int], Any]:
-    """As `ranges_of`, for one dimension."""
+    """Like `ranges_of`, for one dimension."""
     if isinstance(one, slice):
         start, stop, step = one.indices(size)
         if step <= 0:
@@ -243,7 +247,7 @@ def _number(one: Any, size: int, dimension: int) -> int:
     if number is None:
         kind = type(one).__name__
         given = f"{kind} of {one.dtype} in {dimensions} dimensions" if is_array else kind
-        what = f"integers, lists of them, slices, None and ... expected, not {given}"
+        what = f"expected integers, lists of integers, slices, None or ..., not {given}"
         raise TypeError(what)
     if not -size <= number < size:
         where = f"dimension {dimension} with size {size}"
@@ -260,24 +264,24 @@ def open(
     storage_options: Mapping[str, str] | None = None,
     trusted: bool = False,
 ) -> File:
-    """Opens a ``.s4w`` file to read tensors one by one, whole or in part::
+    """Open a ``.s4w`` file to read individual tensors or parts of them::
 
         with s4weights.open("step100.s4w", device="cuda") as f:
             rows = f.get_slice("model.embed.weight")[1000:2000]
             bias = f.get_tensor("model.layers.0.bias")
 
-    Opening reads only the file's index; tensors are decoded when they are asked for.
+    Opening a file reads only its index; tensors are decoded when they are accessed.
 
     Args:
         f: as in `load`.
         device: the device of the tensors. They are decoded on the host and copied to it.
-        weights_only: as in `load`, for objects that were pickled.
+        weights_only: as in `load`, for pickled objects.
         threads: as in `load`.
         storage_options: as in `save`.
         trusted: as in `load`.
 
     Raises:
-        UnsupportedFormatError: it is not a ``.s4w`` file.
+        UnsupportedFormatError: the file is not a ``.s4w`` file.
         S4Error: any other failure, as in `load`.
     """
     require_torch("open")

@@ -1,4 +1,4 @@
-"""`patch`: lets unmodified programs that call `torch.save` and `torch.load` use ``.s4w`` files."""
+"""`patch`: makes unmodified programs that call `torch.save` and `torch.load` use ``.s4w`` files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _active: list[Patch] = []
 
 
 class Patch:
-    """An active patch. As a context manager, it lasts until the block ends."""
+    """An active patch. Used as a context manager, it ends with the block."""
 
     def __init__(self, before: list[tuple[Any, str, Any]]) -> None:
         #: The modules, names and functions to restore at its end.
@@ -45,14 +45,15 @@ class Patch:
 
 
 def patch(**options: Any) -> Patch:
-    """Replaces `torch.save` and `torch.load` by `save` and `load`, in this process, and
-    `torch.serialization.get_unsafe_globals_in_checkpoint` by `get_unsafe_globals`.
+    """Replace `torch.save` and `torch.load` with `save` and `load` in this process.
 
-    Programs that call them as ``torch.save(...)`` then write ``.s4w`` files, under the names that
-    they chose, and read those, files of `torch.save` and safetensors files. Code that imported the
-    functions themselves before (``from torch import save``) keeps the old ones. What PyTorch itself
-    saves as a part of something else stays in its own format: pickles of tensors, exported programs,
-    distributed checkpoints.
+    Also replaces `torch.serialization.get_unsafe_globals_in_checkpoint` with `get_unsafe_globals`.
+
+    Programs that call ``torch.save(...)`` then write ``.s4w`` files, without any change to the file
+    names. ``torch.load(...)`` reads these files, files written by PyTorch, and safetensors files.
+    Code that has already imported the functions (``from torch import save``) keeps the old ones.
+    Data that PyTorch saves as part of something else (pickles of tensors, exported programs,
+    distributed checkpoints) keeps its own format.
 
     ::
 
@@ -62,15 +63,15 @@ def patch(**options: Any) -> Patch:
             trainer.train()
 
     Args:
-        options: defaults for every call of `save` and `load`: ``preset``, ``threads``, ``device``
-            and ``gpu_scratch``. `load` gets those that it has.
+        options: defaults for all calls of `save` and `load`: ``preset``, ``threads``, ``device``
+            and ``gpu_scratch``. `load` gets only the options that it supports.
 
     Returns:
-        A context manager that undoes the patch at its end. `unpatch` does the same.
+        A context manager that undoes the patch when it exits. `unpatch` does the same.
 
     Raises:
-        TypeError: an option is not one of those.
-        ValueError: no call could use an option's value.
+        TypeError: an option is not one of these.
+        ValueError: the value of an option is invalid.
     """
     torch = require_torch("patch")
     unknown = options.keys() - {"preset", "threads", "device", "gpu_scratch"}
@@ -108,7 +109,7 @@ def patch(**options: Any) -> Patch:
 
 
 def unpatch() -> None:
-    """Undoes the last `patch`. Does nothing if there is none."""
+    """Undo the last `patch`. Does nothing if there is none."""
     with _lock:
         if _active:
             _active[-1]._remove()

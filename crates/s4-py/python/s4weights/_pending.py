@@ -49,7 +49,7 @@ class Outcome(Future[T]):
 
 
 class SaveFuture(Outcome[T]):
-    """A future that knows whether anybody has seen its error."""
+    """A future that records whether its error has been seen."""
 
     def __init__(self, on_seen: Callable[[], None]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class SaveFuture(Outcome[T]):
         return outcome
 
     def settle(self) -> BaseException | None:
-        """Waits; returns the error if nobody has seen it. If several callers wait, one gets it."""
+        """Wait. Return the error if it has not been seen yet. If several callers wait, one gets it."""
         outcome = super().exception()
         with self._condition:
             seen, self._seen = self._seen, True
@@ -77,7 +77,7 @@ class SaveFuture(Outcome[T]):
         return None if seen else outcome
 
     def raise_unseen(self) -> None:
-        """Waits; raises the error if nobody has seen it."""
+        """Wait. Raise the error if it has not been seen yet."""
         if (error := self.settle()) is not None:
             raise error
 
@@ -114,20 +114,21 @@ class Pending(Generic[T]):
         return f"<{type(self).__name__} {self._what}: {state}>"
 
     def wait(self, timeout: float | None = None) -> T:
-        """Waits until the save is done. Raises its error if it failed."""
+        """Wait until the save is done. Raises its error if it failed."""
         return self.committed.result(timeout)
 
     def done(self) -> bool:
-        """Whether the save has ended, successfully or not."""
+        """Return whether the save has ended, successfully or not."""
         return self.committed.done()
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Waits until the values have been read or copied, or the save has failed: from then on any
-        thread, and any stream of a device, may change or free the tensors.
+        """Wait until the values have been read or copied, or the save has failed.
+
+        After that, any thread, and any stream of a device, may change or free the tensors.
 
         Raises:
-            TimeoutError: that did not happen within ``timeout`` seconds. (The timeout does not
-                cover copies on a device, which take milliseconds once the device gets to them.)
+            TimeoutError: this took longer than ``timeout`` seconds. (The timeout does not cover
+                copies on a device, which take milliseconds once the device starts them.)
         """
         if self._abandoned:
             return  # The save reads the parent process's memory.
@@ -140,18 +141,19 @@ class Pending(Generic[T]):
             values.wait_copied()
 
     def guard(self, *optimizers: Any) -> Guard:
-        """Makes the next step of each optimizer wait until the values are staged, as
-        ``stage="lazy"`` requires. With ``"device"`` and ``"host"`` no thread has to wait.
+        """Make the next step of each optimizer wait until the values are staged.
 
-        It takes effect at the call. Loops without such optimizers use it as a context manager
+        ``stage="lazy"`` requires this. With ``"device"`` and ``"host"`` no thread has to wait.
+
+        It takes effect immediately. Loops without such optimizers can use it as a context manager
         around the update, or call `wait_staged` before the update::
 
             with pending.guard():
                 update(parameters)
 
         Args:
-            optimizers: PyTorch optimizers, or others with ``register_step_pre_hook``; none when
-                used with ``with``.
+            optimizers: PyTorch optimizers, or others with ``register_step_pre_hook``. Omit when
+                used in a ``with`` statement.
 
         Raises:
             TypeError: an optimizer has no such method.
@@ -159,7 +161,7 @@ class Pending(Generic[T]):
         return Guard(self, optimizers)
 
     def _hold(self) -> None:
-        """Makes this thread, or the current streams, wait until the values may be changed."""
+        """Make this thread, or the current streams, wait until the values may be changed."""
         if self._abandoned:
             return
         self.staged.result()
@@ -168,13 +170,13 @@ class Pending(Generic[T]):
             values.hold_streams()
 
     def _take(self, values: StagedValues) -> None:
-        """Sets the values of this save; called before it starts."""
+        """Set the values of this save; called before it starts."""
         self._values, self.stage = values, values.stage
         if values.is_ready:
             self._stage()
 
     def _start(self, save: Callable[[], T]) -> None:
-        """Runs the save on a thread of its own, which the interpreter waits for at exit.
+        """Run the save on a separate thread, which the interpreter waits for at exit.
 
         If this raises, or the call that it is part of raises after it, that call must use `_give_up`:
         an exception of a signal handler does not tell whether the thread has begun.
@@ -209,7 +211,7 @@ class Pending(Generic[T]):
             _live.discard(self)
 
     def _prepare_next(self, result: T) -> None:
-        """Takes page-locked memory for the next save. Called before anyone knows the result, and so
+        """Take page-locked memory for the next save. Called before anyone knows the result, and so
         might return such memory.
         """
         if self._values is None or self._values.engine is None:
@@ -245,7 +247,7 @@ class Pending(Generic[T]):
             self.staged.set_result(None)
 
     def _give_up(self) -> None:
-        """Ends a save whose call raises, so that its caller does not get this object. Returns once
+        """End a save whose call raises, so that its caller does not get this object. Return once
         nothing reads the caller's tensors, and waits for the end of the save, which comes soon.
         """
         self._given_up = True
@@ -260,7 +262,7 @@ class Pending(Generic[T]):
         self.committed.exception()
 
     def _wait_returnable(self) -> None:
-        """Waits for what must be done before the call returns."""
+        """Wait for what must be done before the call returns."""
         if self._values is not None and self._values.waits:
             self.staged.result()
 
@@ -277,16 +279,14 @@ class Pending(Generic[T]):
             raise self._error_of_giving_up()
 
     def _error_of_giving_up(self) -> S4Error:
-        return S4Error(f"{self._what} was given up: the call that began it was interrupted")
+        return S4Error(f"{self._what} was abandoned: the call that started it was interrupted")
 
     def _abandon(self) -> None:
-        """Called in the child after a fork, where futures may be locked by threads that no longer
-        exist.
-        """
+        """Called in the child after a fork, where futures may be locked by threads that no longer exist."""
         self._abandoned = True
         # Their memory belongs to a driver that this process cannot use.
         _ABANDONED.append(self._values)
-        error = S4Error(f"{self._what} continues in the parent process, not in this forked one")
+        error = S4Error(f"{self._what} continues in the parent process, not in this forked process")
         for future in (self.staged, self.committed):
             if future._state == "FINISHED":
                 future._condition = threading.Condition()
@@ -296,22 +296,22 @@ class Pending(Generic[T]):
 
 
 class PendingSave(Pending[CheckpointEntry]):
-    """A checkpoint that is being saved in the background: the result of
-    `CheckpointStore.save_checkpoint` with ``blocking=False``.
+    """A checkpoint that is being saved in the background.
 
-    Several threads may use it at the same time. In a process that was forked during the save it
-    counts as failed: the save continues in the parent process only.
+    `CheckpointStore.save_checkpoint` returns it with ``blocking=False``. Several threads may use it
+    at the same time. In a process that was forked during the save, it counts as failed, because the
+    save continues only in the parent process.
 
     Attributes:
         step: the training step.
-        url: the store.
-        stage: how the values at the time of the call are preserved: ``"device"``, ``"host"`` or
-            ``"lazy"``.
-        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` it is
-            done when the call returns. With ``"device"`` the copies are only queued by then: a
-            stream that does not wait for the stream that was current at the call must wait
-            (`wait_staged`) before it writes to the tensors, as after any other work on them.
-        committed: done when the checkpoint is listed; its result is the entry.
+        url: the folder or URL of the store.
+        stage: how the values as of the call are preserved: ``"device"``, ``"host"`` or ``"lazy"``.
+        staged: a future that is done when the caller may change its tensors. With ``"device"`` and
+            ``"host"`` it is done when the call returns. With ``"device"``, the copies have only
+            been queued by then: a stream that does not wait for the stream that was current during
+            the call must wait (`wait_staged`) before it writes to the tensors, as after any other
+            work on them.
+        committed: a future that is done when the checkpoint is listed. Its result is the entry.
     """
 
     def __init__(self, step: int, url: str) -> None:
@@ -324,15 +324,16 @@ class PendingSave(Pending[CheckpointEntry]):
 
 
 class PendingFile(Pending[dict[str, Any]]):
-    """A file that is being written in the background: the result of `save` with
-    ``blocking=False``. The file appears only once it is complete.
+    """A file that is being written in the background.
 
-    As `PendingSave`, without ``step`` and ``url``, and with:
+    `save` returns it with ``blocking=False``. The file appears only once it is complete.
+
+    It is like `PendingSave`, but without ``step`` and ``url``, and with:
 
     Attributes:
-        target: the path or URL; for a stream its ``repr``.
-        committed: done when the file exists under its name; its result is what a blocking `save`
-            returns.
+        target: the path or URL, or the ``repr`` of a stream.
+        committed: a future that is done when the file exists under its name. Its result is the
+            return value of a blocking `save`.
     """
 
     _reporting_call = "wait()"
@@ -354,7 +355,7 @@ class Outside(Pending[Any]):
         self.committed = SaveFuture(self._discard)
 
     def follow(self, future: Future[Any]) -> None:
-        """Takes over the outcome of a future."""
+        """Take over the outcome of a future."""
         _live.add(self)
         self._running.append(self)
         future.add_done_callback(self._end)
@@ -378,7 +379,7 @@ class Outside(Pending[Any]):
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Drops what the functions that raised an error held on to, such as copies of tensors: its
+    """Drop what the functions that raised an error held on to, such as copies of tensors: its
     traceback would keep that alive. The same for the errors behind it, and those of DCP's ranks.
     """
     todo: list[tuple[Any, bool]] = [(error, False)]
@@ -428,8 +429,8 @@ def _guard(optimizer: Any, pending: Pending[Any]) -> None:
             optimizer.register_step_pre_hook(_hook(waiting))
         except AttributeError as error:
             raise TypeError(
-                f"{type(optimizer).__name__} takes no hooks for its steps: use `with "
-                "pending.guard():` around what changes the tensors"
+                f"{type(optimizer).__name__} does not support step hooks: use `with "
+                "pending.guard():` around the code that changes the tensors"
             ) from error
         _waiting[optimizer] = waiting
     waiting.append(pending)
@@ -456,7 +457,7 @@ class HostBuffer:
         self._buffer: torch.Tensor | None = None
 
     def parts(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[torch.Tensor, int]]:
-        """Copies storages; returns, for each, the buffer with its copy, and the copy's offset."""
+        """Copy storages; return, for each, the buffer with its copy, and the copy's offset."""
         places = self.copy(storages)
         buffer = self._buffer
         assert buffer is not None
@@ -464,7 +465,7 @@ class HostBuffer:
         return [(buffer, at - start) for at, _ in places]
 
     def copy(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
-        """Copies storages; returns the address and size of each copy."""
+        """Copy storages; return the address and size of each copy."""
         import torch
 
         sizes = [storage.nbytes() for storage in storages]
@@ -499,28 +500,28 @@ class HostBuffer:
         return have
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         self._buffer = None
 
 
 class Deadline:
-    """A point in time after which a save is given up."""
+    """A point in time after which a save is abandoned."""
 
     def __init__(self) -> None:
         self._at: float | None = None
 
     def set(self, seconds: float) -> None:
-        """Sets the deadline, in seconds from now."""
+        """Set the deadline, in seconds from now."""
         self._at = time.monotonic() + seconds
 
     def clear(self) -> None:
-        """Removes the deadline."""
+        """Remove the deadline."""
         self._at = None
 
     def check(self) -> None:
-        """Raises `S4Error` if the deadline has passed."""
+        """Raise `S4Error` if the deadline has passed."""
         if self._at is not None and time.monotonic() > self._at:
-            raise S4Error("the save was given up: the process was told to end, and time ran out")
+            raise S4Error("the save was abandoned: the process received SIGTERM, and the deadline passed")
 
 
 @contextlib.contextmanager
@@ -542,16 +543,17 @@ def saving_here(store: CheckpointStore) -> Iterator[None]:
 
 @contextlib.contextmanager
 def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterator[None]:
-    """While this context manager is active, SIGTERM ends the process only after running saves have
-    ended, whichever thread they run on, including a background save whose tensors are still being
+    """Delay SIGTERM until running saves have ended, while this context manager is active.
+
+    This covers saves on any thread, including a background save whose tensors are still being
     copied.
 
-    A save that is not done ``deadline`` seconds after the signal is given up, and is not listed.
-    Then the signal has its usual effect. Like all signal handlers, it must be set up on the main
+    A save that is not done ``deadline`` seconds after the signal is abandoned, and is not listed.
+    Then the signal has its usual effect. Like all signal handlers, this must be set up on the main
     thread.
     """
     if not hasattr(store, "_drain"):
-        raise TypeError(f"finish_on_sigterm({store!r}): a CheckpointStore expected")
+        raise TypeError(f"finish_on_sigterm({store!r}): expected a CheckpointStore")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("finish_on_sigterm: signals can only be handled on the main thread")
     check_seconds("deadline", deadline)

@@ -128,7 +128,7 @@ class StandIns:
         self._mode: Any = None
 
     def kind(self, tensor: torch.Tensor) -> str | None:
-        """The kind of tensor that it stands in for; ``None`` if it is the saved one itself."""
+        """The kind of tensor that it stands in for, or ``None`` if it is the saved one itself."""
         made = self._made.get(tensor.untyped_storage()._cdata)
         return None if made is None else made[0]
 
@@ -245,7 +245,7 @@ def load(
         broken = is_broken(stream)
         if stand_ins is not None and not broken and _wants_values(error):
             raise UnsupportedFormatError(
-                "a tensor of the object cannot be rebuilt without its values; `load` reads them: "
+                "a tensor in the object cannot be rebuilt without its values; use `load`, which reads them: "
                 f"{_short_repr.repr(error)}"
             ) from error
         if pickle_module is None and not broken:
@@ -367,7 +367,7 @@ def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
         lines = ["Weights only load failed. weights_only=True cannot load this.", *_advice(said)]
         return UnsafeLoadError("\n".join([*lines, f"PyTorch's unpickler says: {said}"]))
     key_path, name = refused[0]
-    place = f"`{key_path}`" if key_path else "the saved object itself"
+    place = f"`{key_path}`" if key_path else "the saved object"
     shown = name if len(name) <= MAX_SAID else f"{name[:MAX_SAID]}..."
     # Programs look for the words with which PyTorch's message begins.
     lines = [
@@ -376,7 +376,7 @@ def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
     ]
     module = "torch.distributed.tensor"
     if name.startswith(f"{module}.") and module not in sys.modules:
-        lines.append(f"  `import {module}` before loading allows it: nothing else is needed")
+        lines.append(f"  to allow it, `import {module}` before loading; nothing else is needed")
     lines += [f"  also `{path}` needs `{other[:MAX_SAID]}`" for path, other in refused[1:8]]
     lines += [*_advice(said), f"PyTorch's unpickler says: {said}"]
     return UnsafeLoadError("\n".join(lines), key_path=key_path, global_name=name)
@@ -386,16 +386,16 @@ def _advice(said: str) -> list[str]:
     """Advice after a refusal. Not every refusal is about a global that could be allowed."""
     if "Unsupported operand" in said:
         return [
-            "If you trust the file, load it with weights_only=False, which can run any code that the file",
-            "holds, and save it again with pickle_protocol=2. Or, as PyTorch has it: please file an issue "
+            "If you trust the file, load it with weights_only=False, which can run any code in the file,",
+            "and save it again with pickle_protocol=2. Or, in PyTorch's words: please file an issue "
             "with the following so that we can make `weights_only=True` compatible with your use case.",
         ]
     if "is blocked" in said:
         return [
             "It cannot be allowed. If you trust the file,",
-            "load with weights_only=False, which can run any code that the file holds.",
+            "load it with weights_only=False, which can run any code in the file.",
         ]
     return [
         "If you trust the file, allow them with torch.serialization.add_safe_globals([...]) or",
-        "load with weights_only=False, which can run any code that the file holds.",
+        "load it with weights_only=False, which can run any code in the file.",
     ]

@@ -31,7 +31,7 @@ class Progress:
         elif callable(argument):
             self._report = argument
         else:
-            raise TypeError(f"progress: None, True or a callable expected, not {argument!r}")
+            raise TypeError(f"progress: expected None, True or a callable, not {argument!r}")
         self._report(0, total)
 
     def native(self) -> Callable[[int], None] | None:
@@ -49,14 +49,12 @@ class Progress:
         self._base += nbytes
 
     def finish(self) -> None:
-        """Reports that all work is done. To be called while what the function raises can still
-        stop the work.
-        """
+        """Report that all work is done. Called while an exception of the function can still stop the work."""
         if self._report is not None:
             self._report(self._total, self._total)
 
     def finish_late(self) -> None:
-        """As `finish`, after the work took effect: an error of the function is logged."""
+        """Like `finish`, after the work took effect: an error of the function is logged."""
         try:
             if not self._is_told:
                 self.finish()
@@ -64,7 +62,7 @@ class Progress:
             logger.exception("the progress function failed after the save was done")
 
     def close(self) -> None:
-        """Removes the bar, whether the work succeeded or not."""
+        """Remove the bar, whether the work succeeded or not."""
         if self._bar is not None:
             self._bar.close()
 

@@ -22,24 +22,25 @@ Action = Literal["save", "load", "apply"]
 
 @dataclass(frozen=True)
 class Report:
-    """A report on one save or load of this process, successful or not.
+    """A report on a save or load in this process, successful or not.
 
     Attributes:
-        action: ``"save"``, ``"load"``, or ``"apply"``. (The latter is `s4weights.sync` updating
-            weights; publishing them is a ``"save"``.)
-        target: the file or store: a path, or a URL without secrets.
-        step: the training step, if it is about a checkpoint.
-        rank: with `torch.distributed.checkpoint`, the rank that this is about; otherwise ``None``.
-        raw_bytes: bytes of the tensors' values.
-        stored_bytes: what the values take in the file or store; for a delta that is loaded, without
-            its parent. ``None`` if it is not known, as when only a part is loaded.
-        chain: for loads, the number of checkpoints in the chain; for ``"apply"``, how many were
-            read; for saves of a file, 1. ``None`` if it is not known.
-        stages: seconds of each stage, in order: ``"stage"`` (copies for a background save),
-            ``"encode"`` (uploads run meanwhile), ``"upload"`` (the rest of the uploads),
+        action: ``"save"``, ``"load"`` or ``"apply"``. ``"apply"`` is an update of weights by
+            `s4weights.sync`; publishing them is a ``"save"``.
+        target: the file or store, as a path or as a URL without secrets.
+        step: the training step, if the report is about a checkpoint.
+        rank: the rank that the report is about, with `torch.distributed.checkpoint`; otherwise
+            ``None``.
+        raw_bytes: size of the tensors' values in bytes.
+        stored_bytes: size of the values in the file or store; for a loaded delta, without its
+            parent. ``None`` if unknown, for example if only a part is loaded.
+        chain: for loads, the number of checkpoints in the chain; for ``"apply"``, the number of
+            checkpoints read; for saves of a file, 1. ``None`` if unknown.
+        stages: duration of each stage in seconds, in order: ``"stage"`` (copies for a background
+            save), ``"encode"`` (uploads run meanwhile), ``"upload"`` (the rest of the uploads),
             ``"publish"``; ``"open"``, ``"read"``, ``"apply"``.
-        seconds: the total time.
-        error: the exception, if it failed; otherwise ``None``.
+        seconds: total duration.
+        error: the exception if the save or load failed; otherwise ``None``.
     """
 
     action: Action
@@ -55,7 +56,7 @@ class Report:
 
     @property
     def ratio(self) -> float | None:
-        """The compression ratio: ``raw_bytes`` by ``stored_bytes``; ``None`` if it is not known."""
+        """The compression ratio, ``raw_bytes / stored_bytes``, or ``None`` if unknown."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
 
     def __str__(self) -> str:
@@ -89,13 +90,14 @@ _live.at_fork(_in_child)
 
 
 def add_reporter(reporter: Reporter) -> Callable[[], None]:
-    """Registers a function to be called with a `Report` at the end of every save and load of this
-    process, on the thread of that save or load. Exceptions that it raises are logged and have no
-    other effect. Returns a function that removes it again.
+    """Register a function to call with a `Report` at the end of every save and load in this process.
+
+    It is called on the thread of the save or load. Exceptions that it raises are logged and
+    otherwise ignored. Returns a function that unregisters it.
     """
     global _next
     if not callable(reporter):
-        raise TypeError(f"reporter={reporter!r}: a function expected")
+        raise TypeError(f"reporter={reporter!r}: expected a function")
     with _lock:
         _next += 1
         number = _next
@@ -124,7 +126,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measures a stage."""
+        """Measure a stage."""
         start = time.perf_counter()
         with _range(f"s4weights.{self._action}.{name}"):
             try:
@@ -134,19 +136,17 @@ class Recorder:
                 self._stages[name] = self._stages.get(name, 0.0) + seconds
 
     def add(self, stages: Mapping[str, float]) -> None:
-        """Adds stages that were measured elsewhere."""
+        """Add stages that were measured elsewhere."""
         self._stages.update(stages)
 
     def look(self, reader: _core.Reader, is_whole: bool = True) -> None:
-        """Takes the sizes from a reader, if anyone wants a report; ``is_whole`` says whether
-        everything is read.
-        """
+        """Take the sizes from a reader, if anyone wants a report; ``is_whole`` says whether everything is read."""
         if wanted():
             said = json.loads(reader.inspect())
             self.stored_bytes, self.chain = said["file_bytes"] if is_whole else None, said["chain"]
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Logs the report and passes it to all reporters. Only the first call counts."""
+        """Log the report and pass it to all reporters. Only the first call counts."""
         if self._is_finished or not wanted():
             return
         self._is_finished = True
@@ -173,13 +173,13 @@ class Recorder:
 
     @contextlib.contextmanager
     def begin(self, name: str) -> Iterator[None]:
-        """Measures a stage that is not the last. If it fails, that is reported."""
+        """Measure a stage that is not the last. If it fails, that is reported."""
         with self.failure(), self.stage(name):
             yield
 
     @contextlib.contextmanager
     def failure(self) -> Iterator[None]:
-        """Wraps work that is not the last. If it fails, that is reported."""
+        """Wrap work that is not the last. If it fails, that is reported."""
         try:
             yield
         except BaseException as error:
@@ -188,7 +188,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Wraps the rest of the work, and reports its end, successful or not."""
+        """Wrap the rest of the work, and report its end, successful or not."""
         with self.failure():
             yield
         self.finish()

@@ -1,4 +1,4 @@
-"""Handing checkpoints to a runner (``s4w serve``), which makes them durable in the background."""
+"""Hands checkpoints to a runner (``s4w serve``), which makes them durable in the background."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ class Submission(Pending[None]):
 
 
 class RunnerSave:
-    """A checkpoint that a runner has, or is about to get: the result of
-    `CheckpointStore.save_checkpoint` if the store has a ``runner=``.
+    """A checkpoint that has been, or is being, handed to a runner.
 
-    Any thread may use it. The runner continues even after this process has ended. If a background
-    save fails before the runner has the checkpoint, the next save, load or `close` raises that.
+    `CheckpointStore.save_checkpoint` returns it if the store has a ``runner=``. Any thread may use
+    it. The runner continues even after this process has ended. If a background save fails before
+    the runner has the checkpoint, the next save, load or `close` raises its error.
 
     Attributes:
         step: the training step.
-        id: the submission.
+        id: the id of the submission.
     """
 
     def __init__(self, client: RunnerClient, step: int, id: uuid.UUID) -> None:
@@ -87,33 +87,33 @@ class RunnerSave:
         return str(self._client.look(self.id)["state"])
 
     def done(self) -> bool:
-        """Whether the checkpoint is durable."""
+        """Return whether the checkpoint is durable."""
         return self._submission.done() and self.state() == "durable"
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """As `PendingSave.wait_staged`: from then on the tensors may change."""
+        """Wait until the tensors may change, like `PendingSave.wait_staged`."""
         if self._submission.file is not None:
             self._submission.file.wait_staged(timeout)
 
     def guard(self, *optimizers: Any) -> Guard:
-        """As `PendingSave.guard`, for ``stage="lazy"``."""
+        """Like `PendingSave.guard`, for ``stage="lazy"``."""
         return (self._submission.file or self._submission).guard(*optimizers)
 
     def wait(self, state: str = "durable", timeout: float | None = None) -> str:
-        """Waits until the checkpoint has reached a state; returns the state that it is in.
+        """Wait until the checkpoint has reached a state. Return its current state.
 
         Raises:
-            TimeoutError: it did not reach it within ``timeout`` seconds. The save continues.
-            CorruptDataError: the runner found it damaged.
-            StorageError: the runner could not be reached for as long as the store's ``timeout``.
+            TimeoutError: it did not reach the state within ``timeout`` seconds. The save continues.
+            CorruptDataError: the runner found that the checkpoint is damaged.
+            StorageError: the runner could not be reached within the store's ``timeout``.
         """
         if state not in STATES:
-            raise ValueError(f"state={state!r}: one of {', '.join(STATES)} expected")
+            raise ValueError(f"state={state!r}: expected one of {', '.join(STATES)}")
         end = None if timeout is None else time.monotonic() + timeout
         try:
             self._submission.wait(timeout)
         except futures.TimeoutError as error:
-            raise TimeoutError(f"step {self.step} is saving, not {state}") from error
+            raise TimeoutError(f"step {self.step} is still saving, not yet {state}") from error
         while True:
             left = _POLL if end is None else min(_POLL, end - time.monotonic())
             found = self._client.look(self.id, state, max(left, 0.0))
@@ -123,7 +123,7 @@ class RunnerSave:
                 return str(found["state"])
             if end is not None and time.monotonic() >= end:
                 why = f": {found['error']}" if found.get("error") else ""
-                raise TimeoutError(f"step {self.step} is {found['state']}, not {state}{why}")
+                raise TimeoutError(f"step {self.step} is {found['state']}, not yet {state}{why}")
 
 
 class RunnerClient:
@@ -134,7 +134,7 @@ class RunnerClient:
     def __init__(self, address: str, timeout: float | None) -> None:
         parts = urlsplit(address)
         if parts.scheme != "unix" or parts.netloc or not parts.path.startswith("/"):
-            raise ValueError(f"runner={address!r}: unix:///path/of/the/socket expected")
+            raise ValueError(f"runner={address!r}: expected unix:///path/to/socket")
         self.address = address
         self._socket = unquote(parts.path)
         self._patience = 300.0 if timeout is None else timeout
@@ -150,12 +150,12 @@ class RunnerClient:
         base: bool,
         arguments: Mapping[str, Any],
     ) -> RunnerSave:
-        """Writes a checkpoint to the runner's incoming folder, and submits it. Of ``arguments``,
+        """Write a checkpoint to the runner's incoming folder, and submit it. Of ``arguments``,
         those of `save` are used. ``begin`` is called with the submission if it runs in the
         background.
         """
         if base:
-            raise ValueError("base: the runner decides what is a delta")
+            raise ValueError("base: not supported with a runner, which decides which checkpoints are deltas")
         numbers, texts = labels_of(metrics, tags)
         id = uuid.uuid4()
         path = Path(self._room()) / f"{id}.s4w"
@@ -206,7 +206,7 @@ class RunnerClient:
         return self._request("GET", path)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits until every accepted checkpoint is durable or has failed."""
+        """Wait until every accepted checkpoint is durable or has failed."""
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             left = _POLL if end is None else max(0.0, min(_POLL, end - time.monotonic()))
@@ -217,12 +217,12 @@ class RunnerClient:
                 raise TimeoutError(f"{still} checkpoints are not durable yet")
 
     def status(self) -> dict[str, Any]:
-        """The runner's status."""
+        """Return the runner's status."""
         return self._request("GET", "/v1/status")
 
     def interruption(self, timeout: float = 0.0) -> dict[str, Any] | None:
-        """The notice that the machine is about to be taken away, if there is one; waits for it up
-        to ``timeout`` seconds (20 at most).
+        """Return the notice that the machine is about to be reclaimed, if there is one. Waits for
+        it for up to ``timeout`` seconds (at most 20).
         """
         wait = int(min(timeout, _POLL) * 1000)
         found = self._request("GET", f"/v1/interruption?timeout_ms={wait}")["interruption"]
@@ -238,7 +238,7 @@ class RunnerClient:
 
     @contextlib.contextmanager
     def restored_step(self, step: int | str | None, *, stacklevel: int = 4) -> Any:
-        """As `restored`, with the step: of the newest checkpoint, which may not be in the store yet,
+        """Like `restored`, with the step: of the newest checkpoint, which may not be in the store yet,
         only the runner knows it.
         """
         wanted: dict[str, Any] = {"request": str(uuid.uuid4()), "timeout_ms": int(_POLL * 1000)}
@@ -247,7 +247,7 @@ class RunnerClient:
         while "running" in (found := self._request("POST", "/v1/restore", wanted)):
             pass
         for problem in found["skipped"]:
-            warnings.warn(f"passed over: {problem}", UserWarning, stacklevel=stacklevel)
+            warnings.warn(f"skipped: {problem}", UserWarning, stacklevel=stacklevel)
         logger.debug("step %d comes from tier %s", found["step"], found["tier"])
         path = Path(found["path"])
         try:
@@ -258,7 +258,7 @@ class RunnerClient:
                 path.unlink()
 
     def _request(self, method: str, path: str, message: object = None) -> dict[str, Any]:
-        """Sends a request. Retries until the timeout while the runner does not answer, or answers
+        """Send a request. Retries until the timeout while the runner does not answer, or answers
         that it is busy or full.
         """
         end = time.monotonic() + self._patience
@@ -280,7 +280,7 @@ class RunnerClient:
             if isinstance(failure.__cause__, PermissionError):
                 raise failure
             if pause == _PAUSE:
-                logger.warning("%s; trying again for %.0f s", failure, self._patience)
+                logger.warning("%s; retrying for %.0f s", failure, self._patience)
             time.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
 
@@ -291,12 +291,12 @@ class RunnerClient:
             answer = connection.getresponse()
             found = json.loads(answer.read())
             if not isinstance(found, dict):
-                raise ValueError("the answer is not an object")
+                raise ValueError("the response is not a JSON object")
             return answer.status, found
 
     def _unreachable(self, cause: Exception) -> StorageError:
         number = getattr(cause, "errno", None) or errno.ECONNREFUSED
-        error = StorageError(number, f"the runner does not answer: {cause}", self._socket)
+        error = StorageError(number, f"the runner does not respond: {cause}", self._socket)
         error.__cause__ = cause
         return error
 

@@ -107,56 +107,59 @@ def save(
     staging_memory: int | None = None,
     device_reserve: int | None = None,
 ) -> dict[str, Any] | PendingFile:
-    """Saves an object as a ``.s4w`` file, with the arguments of `torch.save` and some more.
+    """Save an object as a ``.s4w`` file. Takes the arguments of `torch.save` and some more.
 
-    The file appears whole or not at all; bytes already written to a stream cannot be taken back.
+    The file appears complete or not at all; bytes already written to a stream cannot be taken back.
 
-    It may be called from several threads at the same time, even with the same path: the file is
-    that of the call that began last. If other threads change tensors meanwhile, each value may be
-    saved as it was before or after the change.
+    This function may be called from several threads at the same time, even with the same path: the
+    call that began last determines the file. If other threads change tensors in the meantime, each
+    value may be saved as it was before or after the change.
 
     Args:
-        obj: anything that `torch.save` takes. Arrays of JAX, CuPy and other libraries that support
-            DLPack, in plain containers, are saved as the tensors that they convert to.
+        obj: any object that `torch.save` supports. Arrays of JAX, CuPy and other libraries that
+            support DLPack are converted to tensors if they are in plain containers.
         f: a path, a URL (``s3://bucket/key``) or a writable binary stream.
-        pickle_module: pickles objects that are more than plain values in plain containers.
+        pickle_module: the module that pickles objects other than plain values in plain containers.
         pickle_protocol: the pickle protocol; loading with ``weights_only=True`` expects 2.
         _use_new_zipfile_serialization: accepted for compatibility; there is only one format.
-        _disable_byteorder_record: likewise; files are little-endian.
-        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` today; ``"nvcomp"``
-            needs a GPU and nvCOMP, also to read the file again, with ``trusted=True``.
-        threads: native threads; ``None`` means one for each core.
-        device: where tensors on CUDA devices are encoded. ``"auto"`` and ``"cuda"``: on the device,
-            so that only encoded bytes are copied to the host; ``"cpu"``: on the host. If CUDA
-            cannot be used, ``"auto"`` warns once and encodes on the host; ``"cuda"`` raises an
-            error. Other tensors are always encoded on the host. The file is the same either way.
+        _disable_byteorder_record: accepted for compatibility; files are always little-endian.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is currently the same as
+            ``"balanced"``. ``"nvcomp"`` needs a GPU and nvCOMP, both for saving and for loading
+            (with ``trusted=True``).
+        threads: number of native threads. ``None`` means one per core.
+        device: where to encode tensors on CUDA devices. ``"auto"`` and ``"cuda"`` encode on the
+            device, so that only encoded bytes are copied to the host; ``"cpu"`` encodes on the
+            host. If CUDA cannot be used, ``"auto"`` warns once and encodes on the host, and
+            ``"cuda"`` raises an error. Other tensors are always encoded on the host. The file is
+            the same in all cases.
         gpu_scratch: bytes of memory to use on each CUDA device while encoding, rounded down to a
-            power of two; ``None`` means up to 768 MiB. Never more than an eighth of the free memory
-            is taken, except that the first 256 MiB may be up to half of it.
-        pinned_memory: the most page-locked host memory, in bytes, that this process takes for
-            values from CUDA devices, unchanged (``stage="host"``) or encoded: from now on, for all
-            devices and saves together. It is allocated when it is needed and kept for later saves
-            (`free_pinned_memory` returns it); a background save then allocates as much as the next
-            one will need. If it is not enough, encoded values are copied to other memory. Half of
-            it is reserved for values that later saves of a store are deltas of.
-            ``None`` leaves the limit as it is: initially 8 GiB, or an eighth of the machine's
-            memory if that is less.
-        progress: ``True`` for a bar, or a callable that is given the bytes done and the total.
-            An exception that it raises cancels the save.
+            power of two. ``None`` means up to 768 MiB. At most an eighth of the free memory is
+            used, except that the first 256 MiB may be up to half of it.
+        pinned_memory: limit, in bytes, on the page-locked host memory that this process uses for
+            values from CUDA devices, either unchanged (``stage="host"``) or encoded. It applies
+            from now on, to all devices and saves together. The memory is allocated when it is
+            needed and kept for later saves (`free_pinned_memory` returns it to the system); a
+            background save then allocates as much as the next one will need. If it is not enough,
+            encoded values are copied to other memory. Half of it is reserved for values that later
+            saves to a store are deltas of. ``None`` leaves the limit as it is: initially 8 GiB, or
+            an eighth of the machine's memory if that is less.
+        progress: ``True`` for a progress bar, or a callable that receives the number of bytes done
+            and the total. If it raises an exception, the save is cancelled.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
-        metadata: free text to keep in the file.
-        blocking: ``False`` returns once the values are staged, and writes in the background. A
-            stream is then written to from another thread. A file appears only after those of
-            earlier calls of this process with the same path or URL: a later save, in the background
-            or not, waits for them before it replaces the file, whether they succeed or not.
-        stage: with ``blocking=False``, how the values at the time of the call are preserved, as in
+        metadata: strings to store in the file, by name.
+        blocking: ``False`` returns once the values are staged, and writes the file in the
+            background. A stream is then written to from another thread. A file appears only after
+            those of earlier calls in this process with the same path or URL: a later save, whether
+            in the background or not, waits until they have ended, successfully or not, before it
+            replaces the file.
+        stage: with ``blocking=False``, how to preserve the values as of the call; see
             `CheckpointStore.save_checkpoint`.
-        staging_memory: as in `CheckpointStore`, for copies of tensors in host memory, and for encoded
-            values that wait in page-locked memory.
+        staging_memory: as in `CheckpointStore`, for copies of tensors in host memory and for
+            encoded values that wait in page-locked memory.
         device_reserve: as in `CheckpointStore`.
 
     Returns:
-        A report of what was written: sizes and times; with ``blocking=False`` a `PendingFile`.
+        A report with sizes and times, or a `PendingFile` if ``blocking=False``.
 
     Raises:
         StorageError: the target cannot be written.
@@ -176,7 +179,7 @@ def save(
         )
         return nothing
     if skips_data:
-        raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
+        raise UnsupportedFormatError("torch.serialization.skip_data: not supported by .s4w files")
     torch.serialization._check_dill_version(pickle_module)
     check_stage(stage, blocking)
     check_preset(preset)
@@ -264,8 +267,8 @@ setattr(save, OURS, True)
 
 
 class InTurn:
-    """The order of this process's saves to one path or URL: a file must not replace that of a save
-    that began later, however long each of them takes.
+    """The order of this process's saves to one path or URL. A file must not replace that of a save
+    that began later, regardless of how long each save takes.
 
     An exception of a signal handler may keep any of these methods from being called. The order
     then depends on the lock, which cannot stay locked, and on the outcome of the background save.
@@ -294,7 +297,7 @@ class InTurn:
             running.append(self)
 
     def go_on(self, pending: PendingFile) -> None:
-        """Says that the save ends in the background."""
+        """Say that the save ends in the background."""
         self.pending = pending
         pending.committed.add_done_callback(lambda _: self.end())
 
@@ -307,7 +310,7 @@ class InTurn:
         return mine or self._thread == threading.get_ident()
 
     def wait(self) -> None:
-        """Waits until the saves that began earlier have ended."""
+        """Wait until the saves that began earlier have ended."""
         for save in self._earlier:
             if save.pending is None:
                 with save.lock:
@@ -359,7 +362,7 @@ def absolute(f: FileLike) -> FileLike:
 
 
 def _place_of(f: object) -> object:
-    """Identifies a path or URL; ``None`` for a stream."""
+    """Identify a path or URL; return ``None`` for a stream."""
     path = path_of_url(str(f)) if is_url(f) else f
     if path is None:
         return f
@@ -395,9 +398,9 @@ def describe(
 
 
 def check_preset(preset: str) -> None:
-    """Raises `ValueError` for an unknown preset."""
+    """Raise `ValueError` for an unknown preset."""
     if preset not in PRESETS:
-        raise ValueError(f"preset={preset!r}: one of {', '.join(PRESETS)} expected")
+        raise ValueError(f"preset={preset!r}: expected one of {', '.join(PRESETS)}")
 
 
 def new_writer(

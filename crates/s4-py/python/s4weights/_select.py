@@ -19,17 +19,17 @@ def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
     """The tree with only the named parts, in the dicts that lead to them, and the indices of the
     tensors that it needs.
 
-    A key is a path such as ``model`` or ``model.layers.0.weight``. Raises `KeyError` for one that
-    leads nowhere.
+    A key is a path such as ``model`` or ``model.layers.0.weight``. Raises `KeyError` for a path
+    that does not exist.
     """
     if isinstance(keys, str):
-        raise TypeError("keys: a list of key paths expected, not one string")
+        raise TypeError("keys: expected a list of key paths, not a string")
     if not isinstance(keys, Iterable):
-        raise TypeError(f"keys={keys!r}: a list of key paths expected")
+        raise TypeError(f"keys={keys!r}: expected a list of key paths")
     wanted = list(keys)
     for key in wanted:
         if not isinstance(key, str):
-            raise TypeError(f"keys: key paths expected, not {key!r}")
+            raise TypeError(f"keys: expected key paths, not {key!r}")
     try:
         root = parse_tree(text)
         selection = _Selection(wanted, list(_tensor_nodes(root)))
@@ -40,7 +40,7 @@ def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
         raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
     missing = [key for key in wanted if key not in selection.found]
     if missing:
-        raise KeyError(f"nothing in the checkpoint is at {', '.join(map(repr, missing))}")
+        raise KeyError(f"the checkpoint has nothing at {', '.join(map(repr, missing))}")
     return json.dumps({"root": chosen}), frozenset(selection.numbers)
 
 

@@ -44,7 +44,7 @@ class Foreign(NamedTuple):
 
 
 def path_of_url(url: str) -> str | None:
-    """The path on this machine that a ``file:`` URL names; ``None`` for other URLs."""
+    """The path on this machine that a ``file:`` URL names, or ``None`` for other URLs."""
     # Python and URLs write bytes that are not UTF-8 differently.
     text = re.sub("[\udc80-\udcff]", lambda byte: f"%{ord(byte[0]) - 0xDC00:02X}", url)
     return _core.path_of_url(text.encode("utf-8", "replace").decode())
@@ -57,7 +57,7 @@ def is_url(f: object) -> bool:
 
 
 def check_threads(threads: object) -> None:
-    """Raises unless ``threads`` is ``None`` or a number of threads: each call that takes threads
+    """Raise unless ``threads`` is ``None`` or a number of threads: each call that takes threads
     checks them with this, before it does anything.
     """
     if threads is None:
@@ -67,9 +67,9 @@ def check_threads(threads: object) -> None:
     except TypeError:
         number = None
     if number is None or isinstance(threads, bool):
-        raise TypeError(f"threads={threads!r}: an integer expected")
+        raise TypeError(f"threads={threads!r}: expected an integer")
     if not 1 <= number < _THREADS:
-        raise ValueError(f"threads={threads!r}: an integer of 1 or more expected")
+        raise ValueError(f"threads={threads!r}: expected an integer of 1 or more")
 
 
 def checked_options(storage_options: Mapping[str, str] | None) -> dict[str, str]:
@@ -78,60 +78,60 @@ def checked_options(storage_options: Mapping[str, str] | None) -> dict[str, str]
         return {}
     if not isinstance(storage_options, Mapping):
         kind = type(storage_options).__name__
-        raise TypeError(f"storage_options: names with their values expected, not a {kind}")
+        raise TypeError(f"storage_options: expected a dict of names and values, not {kind}")
     for name, value in storage_options.items():
         if not isinstance(name, str):
-            raise TypeError(f"storage_options: {name!r}: a name expected")
+            raise TypeError(f"storage_options: expected a name, not {name!r}")
         # The value itself may be a secret.
         if not isinstance(value, str):
-            raise TypeError(f"storage_options: {name}: a string expected, not {type(value).__name__}")
+            raise TypeError(f"storage_options: {name}: expected a string, not {type(value).__name__}")
     return dict(storage_options)
 
 
 def absolute(place: str | os.PathLike[str]) -> str:
-    """A folder as an absolute path, so that the working directory may change; a URL as it is."""
+    """Return a folder as an absolute path, so that the working directory may change, or a URL unchanged."""
     text = os.fspath(place)
     if not isinstance(text, str):
-        raise TypeError(f"{place!r}: a folder or a URL expected")
+        raise TypeError(f"{place!r}: expected a folder or a URL")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{place!r}: the name of a store's folder must be UTF-8") from None
+        raise ValueError(f"{place!r}: the path of a store must be valid UTF-8") from None
     return os.path.abspath(text) if text and "://" not in text and not is_url(text) else text
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raises unless an argument is true or false; NumPy's are taken, too."""
+    """Raise unless an argument is a boolean, which may be NumPy's."""
     if type(value) is not bool and type(value).__module__ != "numpy":
-        raise TypeError(f"{name}={value!r}: True or False expected")
+        raise TypeError(f"{name}={value!r}: expected True or False")
 
 
 def check_seconds(name: str, value: object, positive: bool = False) -> None:
-    """Raises unless an argument is a number of seconds, of any type, that a clock can count."""
+    """Raise unless an argument is a number of seconds, of any type, that a clock can count."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: a number of seconds expected")
+        raise TypeError(f"{name}={value!r}: expected a number of seconds")
     if not 0 <= value < _LONGEST or (positive and value == 0):  # type: ignore[operator]
         kind = "a positive number" if positive else "a number"
-        raise ValueError(f"{name}={value!r}: {kind} of seconds expected")
+        raise ValueError(f"{name}={value!r}: expected {kind} of seconds")
 
 
 def texts_of(name: str, given: Mapping[str, str] | None, convert: bool = False) -> dict[str, str]:
-    """The texts of an argument by name, as they are stored. Others than texts are converted if
-    ``convert``, else refused.
+    """Return the strings of an argument by name, as they are stored. Other values are converted if
+    ``convert`` is true, and otherwise refused.
     """
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"{name}={given!r}: a dict of texts expected")
+        raise TypeError(f"{name}={given!r}: expected a dict of strings")
     texts = {}
     for key, text in (given or {}).items():
         if convert:
             key, text = str(key), str(text)
         for part in (key, text):
             if not isinstance(part, str):
-                raise TypeError(f"{name}: {key!r}: {text!r}: texts expected, not {part!r}")
+                raise TypeError(f"{name}: {key!r}: {text!r}: expected strings, not {part!r}")
             try:
                 part.encode()
             except UnicodeEncodeError as error:
-                raise ValueError(f"{name}: {part!r}: UTF-8 cannot express it") from error
+                raise ValueError(f"{name}: {part!r} cannot be encoded as UTF-8") from error
         texts[key] = text
     return texts
 
@@ -190,7 +190,7 @@ def _is_pipe(path: str) -> bool:
 
 
 def _look_at(path: str) -> tuple[bytes, bool]:
-    """As `_core.look_at`, but also for files that are not regular, and raises what is wrong."""
+    """Like `_core.look_at`, but also for files that are not regular. Raises errors."""
     try:
         with open(path, "rb") as file:
             head, tail = file.read(_HEAD), _tail(file)

@@ -33,25 +33,25 @@ class Budget(NamedTuple):
     scratch: int = 0
 
     def check(self) -> Budget:
-        """Raises `ValueError` for a value that is not a number of bytes."""
+        """Raise `ValueError` for a value that is not a number of bytes."""
         for name, value in (
             ("staging_memory", self.host),
             ("device_reserve", self.device_reserve),
         ):
             if value is not None and (type(value) is not int or value < 0):
-                raise ValueError(f"{name}={value!r}: a number of bytes expected")
+                raise ValueError(f"{name}={value!r}: expected a number of bytes")
         return self
 
 
 def check_stage(stage: str, blocking: bool) -> None:
-    """Raises `ValueError` for an unknown stage, or one other than ``"auto"`` in a blocking save, and
+    """Raise `ValueError` for an unknown stage, or one other than ``"auto"`` in a blocking save, and
     `TypeError` if ``blocking`` is neither true nor false.
     """
     check_flag("blocking", blocking)
     if stage not in get_args(Stage):
-        raise ValueError(f'stage={stage!r}: "auto", "device", "host" or "lazy" expected')
+        raise ValueError(f'stage={stage!r}: expected "auto", "device", "host" or "lazy"')
     if blocking and stage != "auto":
-        raise ValueError(f"stage={stage!r}: only with blocking=False")
+        raise ValueError(f"stage={stage!r} requires blocking=False")
 
 
 class StagedValues:
@@ -90,12 +90,12 @@ class StagedValues:
             self._held = None
 
     def wait_copied(self) -> None:
-        """Waits for copies on devices to complete."""
+        """Wait for copies on devices to complete."""
         if self._copies is not None:
             self._copies.wait()
 
     def hold_streams(self) -> None:
-        """Makes work that is queued on the current streams from now on wait for the copies."""
+        """Make work that is queued on the current streams from now on wait for the copies."""
         if self._copies is None:
             return
         import torch
@@ -125,20 +125,20 @@ def stage_values(
     budget: Budget,
     streams: Mapping[int, int] | None = None,
 ) -> StagedValues:
-    """Ensures that the save reads the values as they are now.
+    """Ensure that the save reads the values as they are now.
 
     With ``"lazy"`` the caller ensures that, until the save has read them; ``streams`` may then be
     what `streams_behind` returned earlier.
 
     Raises:
-        LimitError: ``stage="device"``, and there is no room on a device.
-        S4Error: ``stage="device"``, and there is no engine for the devices.
+        LimitError: with ``stage="device"``, there is no room on a device.
+        S4Error: with ``stage="device"``, there is no engine for the devices.
     """
     ordinals = storages.native.devices()
     if engine is None and stage == "device" and ordinals:
         raise S4Error(
-            'stage="device": values on CUDA devices go through host memory here; with '
-            'stage="auto" they are copied there'
+            'stage="device": values on CUDA devices must go through host memory here; use '
+            'stage="auto" to copy them there'
         )
     if engine is None:
         streams = {}
@@ -172,9 +172,7 @@ def stage_values(
 
 
 def streams_behind(engine: _core.CudaEngine, ordinals: Iterable[int]) -> dict[int, int]:
-    """For each device, by ordinal, a stream that waits for the work queued so far, and for nothing
-    queued later.
-    """
+    """For each device, by ordinal, a stream that waits for the work queued so far, and for nothing queued later."""
     return {n: engine.after(n, stream) for n, stream in current_streams(ordinals).items()}
 
 
@@ -185,7 +183,7 @@ def copy_on_devices(
     stage: str,
     budget: Budget,
 ) -> _core.DeviceCopies | None:
-    """Copies values on their devices; ``None`` if there is nothing to copy, or no room."""
+    """Copy values on their devices; return ``None`` if there is nothing to copy, or no room."""
     if engine is None or not sources.device_nbytes():
         return None
     try:
@@ -193,7 +191,7 @@ def copy_on_devices(
     except LimitError as error:
         if stage == "device":
             raise LimitError(
-                f'stage="device": {error}; stage="auto" goes through host memory then'
+                f'stage="device": {error}; use stage="auto" to copy through host memory instead'
             ) from error
         return None
 
@@ -201,7 +199,7 @@ def copy_on_devices(
 def copy_to_host(
     sources: _core.Sources, engine: _core.CudaEngine | None, budget: Budget
 ) -> _core.HostCopies | None:
-    """Copies device values to page-locked host memory; ``None`` if there are none, or no room."""
+    """Copy device values to page-locked host memory; return ``None`` if there are none, or no room."""
     nbytes = sources.device_nbytes()
     if engine is None or not nbytes or (budget.host is not None and nbytes > budget.host):
         return None
@@ -247,7 +245,7 @@ def _stage_host(
     buffer: HostBuffer,
     budget: Budget,
 ) -> None:
-    """Copies values that are not read on a device to the buffer. The values ``on_host``, given by
+    """Copy values that are not read on a device to the buffer. The values ``on_host``, given by
     index and size, may be read in place instead.
     """
     sources = values.sources

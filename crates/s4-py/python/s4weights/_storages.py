@@ -56,9 +56,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The tensor's shape, if its elements, in order, make up its whole storage, and a file can hold
-    such a shape.
-    """
+    """The tensor's shape, if its elements, in order, make up its whole storage, and a file can hold such a shape."""
     whole = (
         tensor.is_contiguous()
         and tensor.nbytes == tensor.untyped_storage().nbytes()
@@ -91,7 +89,7 @@ class StorageWriter:
             # Roles only make files smaller, and containers of other classes may do anything.
             if is_of_signal(error):
                 raise
-            logger.debug("the roles of the tensors were not found: %r", error)
+            logger.debug("could not determine the roles of the tensors: %r", error)
             return None
 
     def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
@@ -113,7 +111,7 @@ class StorageWriter:
         return self.native.get(range(len(self.native)))
 
     def engine(self, compute: Compute) -> _core.CudaEngine | None:
-        """The engine for the CUDA devices that storages are on; ``None`` if there are none, or if
+        """The engine for the CUDA devices that storages are on, or ``None`` if there are none, or if
         their values must go through host memory.
         """
         there = self.native.devices()
@@ -130,7 +128,7 @@ class StorageWriter:
         return self.native.sources(streams or {} if engine is not None else {})
 
     def write(self, writer: _core.Writer, progress: Progress, compute: Compute) -> None:
-        """Passes all storages to the native writer: those on the host and on CUDA devices directly,
+        """Pass all storages to the native writer: those on the host and on CUDA devices directly,
         others as copies on the host, a few at a time.
         """
         engine = self.engine(compute)
@@ -165,9 +163,7 @@ class StorageWriter:
 def copy_elsewhere(
     storages: StorageWriter, sources: _core.Sources, numbers: Sequence[int]
 ) -> list[torch.UntypedStorage]:
-    """Copies storages of other devices to host memory. Returns the copies, which the caller must
-    keep.
-    """
+    """Copy storages of other devices to host memory. Return the copies, which the caller must keep."""
     copies = [storage.cpu() for storage in storages.native.get(numbers)]
     sources.put([(n, copy.data_ptr()) for n, copy in zip(numbers, copies, strict=True)])
     return copies
@@ -181,7 +177,7 @@ def write_sources(
     check: Callable[[], None],
     ahead: int,
 ) -> None:
-    """Passes values to the native writer, wherever they are. An exception from ``check`` stops it.
+    """Pass values to the native writer, wherever they are. An exception from ``check`` stops it.
     ``ahead``: bytes of encoded values from CUDA devices that may wait to be written.
     """
     report = progress.native()
@@ -248,7 +244,7 @@ class StorageReader:
     def info(self, number: int) -> _core.TensorInfo:
         """Name, dtype, shape and bytes of a storage, as the file has them."""
         if not 0 <= number < len(self._infos):
-            raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
+            raise CorruptDataError(f"the object refers to tensor {number}, but the file has {len(self._infos)}")
         return self._infos[number]
 
     def is_of_caller(self, error: BaseException) -> bool:
@@ -266,7 +262,7 @@ class StorageReader:
     def new_tensor(
         self, number: int, dtype: torch.dtype, shape: tuple[int, ...], location: str
     ) -> torch.Tensor | None:
-        """A new tensor that covers a whole storage, to be filled later; ``None`` if `get` would not
+        """A new tensor that covers a whole storage, to be filled later, or ``None`` if `get` would not
         place the storage like that.
         """
         if self._makes is None:
@@ -304,7 +300,7 @@ class StorageReader:
         )
 
     def on_fake_device(self, tensor: torch.Tensor, location: str) -> torch.Tensor:
-        """Returns the tensor; under a `FakeTensorMode` it notes the device that it would be on."""
+        """Return the tensor; under a `FakeTensorMode` it notes the device that it would be on."""
         if self._fake:
             import torch
 
@@ -313,17 +309,17 @@ class StorageReader:
                 where = where.get(location, location)
             elif callable(where):
                 raise RuntimeError(
-                    "a callable map_location is not supported under a FakeTensorMode"
+                    "a callable map_location is not supported in a FakeTensorMode"
                 )
             tensor.fake_device = torch.device(location if where is None else where)
         return tensor
 
     def check_sizes(self) -> None:
-        """Raises if a view made PyTorch enlarge a storage, which exposes uninitialised memory."""
+        """Raise if a view made PyTorch enlarge a storage, which exposes uninitialised memory."""
         for number, storage in self._done.items():
             if storage.nbytes() > self._sizes[number]:
                 name, _, _, nbytes = self.info(number)
-                raise CorruptDataError(f"a view of `{name}` lies outside of its {nbytes} bytes")
+                raise CorruptDataError(f"a view of `{name}` extends beyond its {nbytes} bytes")
 
     def _place(self, number: int, location: str) -> torch.UntypedStorage:
         import torch
@@ -377,19 +373,19 @@ class StorageReader:
             self._batch = max(MANY // 2, len(self._infos) // BATCHES)
 
     def fill(self) -> None:
-        """Reads the storages that were handed out since `defer`."""
+        """Read the storages that were handed out since `defer`."""
         waiting, self._waiting = self._waiting or [], None
         if self._background is not None:
             self._background.wait()
         self._read(waiting)
 
     def close(self) -> None:
-        """Stops reading in the background."""
+        """Stop reading in the background."""
         if self._background is not None:
             self._background.close()
 
     def _await(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Notes a storage that is to be filled."""
+        """Note a storage that is to be filled."""
         assert self._waiting is not None
         self._waiting.append((number, storage))
         if self._background is not None and len(self._waiting) >= self._batch:
@@ -404,7 +400,7 @@ class StorageReader:
         return {storage._cdata: number for number, storage in self._done.items()}
 
     def _fetch(self, first: int, device: torch.device) -> None:
-        """Reads a storage and those that will be asked for next: a batch is read in parallel."""
+        """Read a storage and those that will be asked for next: a batch is read in parallel."""
         batch: list[tuple[int, torch.UntypedStorage]] = []
         budget = STAGING_BYTES if device.type == "cpu" else AHEAD_BYTES
         for number in range(first, len(self._infos)):
@@ -442,7 +438,7 @@ def _guarded(map_location: Any, raised: _Raised) -> Any:
     if map_location is None or isinstance(map_location, (str, torch.device, dict)):
         return map_location
     if not callable(map_location):
-        kinds = "None, a device, a dict or a callable expected"
+        kinds = "expected None, a device, a dict or a callable"
         raise TypeError(f"map_location={map_location!r}: {kinds}")
     kinds_of_storage = (torch.UntypedStorage, torch.TypedStorage)
 
@@ -450,7 +446,7 @@ def _guarded(map_location: Any, raised: _Raised) -> Any:
         try:
             result = map_location(storage, location)
             if result is not None and not isinstance(result, kinds_of_storage):
-                raise TypeError(f"map_location returned {result!r}: a storage or None expected")
+                raise TypeError(f"map_location returned {result!r}: expected a storage or None")
             return result
         except Exception as error:
             raised.error = error
@@ -531,7 +527,7 @@ class _Background(Progress):
         batch: list[_core.PlacedRequest],
         storages: object,
     ) -> None:
-        """Reads a batch after those before it. Its storages live until then, even if an exception
+        """Read a batch after those before it. Its storages live until then, even if an exception
         keeps everyone from waiting.
         """
 
@@ -544,12 +540,12 @@ class _Background(Progress):
             work(storages)
 
     def wait(self) -> None:
-        """Waits for all batches. Raises the first error."""
+        """Wait for all batches. Raises the first error."""
         for started in self._started:
             started.result()
 
     def close(self) -> None:
-        """Ends the thread, in the middle of a batch if nobody waited for it."""
+        """End the thread, in the middle of a batch if nobody waited for it."""
         self._closed = True
         self._thread.shutdown(cancel_futures=True)
 
@@ -569,9 +565,7 @@ def read_batch(
     progress: Progress,
     new: bool = False,
 ) -> None:
-    """Reads into memory of the host and of CUDA devices. ``new``: the host memory was not written
-    to before.
-    """
+    """Read into memory of the host and of CUDA devices. ``new``: the host memory was not written to before."""
     there = [request for request in batch if request[3] != HOST]
     engine = compute.required({request[3][0] for request in there}) if there else None
     host = [request[:3] for request in batch if request[3] == HOST]
@@ -594,7 +588,7 @@ def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedS
     except RuntimeError as error:
         if is_of_signal(error):
             raise
-        raise LimitError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
+        raise LimitError(f"not enough memory for a tensor of {nbytes} bytes: {error}") from error
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
@@ -612,7 +606,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 def require_storage(tensor: torch.Tensor, path: str) -> None:
-    """Raises `S4Error` for a tensor whose storage was freed, as sharding libraries do: the file
+    """Raise `S4Error` for a tensor whose storage was freed, as sharding libraries do: the file
     would not contain its values, and could not be loaded.
     """
     if not has_storage(tensor):
@@ -623,9 +617,7 @@ def require_storage(tensor: torch.Tensor, path: str) -> None:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether all elements of a strided tensor lie within its storage, which may have been freed or
-    cut short.
-    """
+    """Whether all elements of a strided tensor lie within its storage, which may have been freed or cut short."""
     nbytes, item = tensor.untyped_storage().nbytes(), tensor.element_size()
     return fits(nbytes, item, tensor.storage_offset(), tensor.shape, tensor.stride())
 

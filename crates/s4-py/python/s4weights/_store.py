@@ -40,65 +40,64 @@ _stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
 
 
 class CheckpointStore(Catalog):
-    """Checkpoints of one run, or of several, in a local folder or below a URL.
+    """The checkpoints of one or more runs, in a local folder or below a URL.
 
-    Most checkpoints are stored as deltas of an earlier one, which is chosen so that a restore reads
-    only a few. A checkpoint is listed whole or not at all; what was saved is never changed. The
-    first save creates the store if there is none.
+    Most checkpoints are stored as deltas of an earlier one, which is chosen so that a restore reads only a few
+    checkpoints. A checkpoint is listed completely or not at all, and saved data is never changed. The first save
+    creates the store if it does not exist.
 
-    Several threads may call its methods at the same time: saves wait for each other, and `close`
-    waits for them. A function that a save calls (``progress=``), or a signal handler that runs
-    during a save, must not save to the same store or close it: that raises `RuntimeError`. When a
-    background save calls the function, so do the methods that wait for that save (`load_checkpoint`, `verify`,
-    `delete`, `undelete`, `gc`, `rebase`); `list` and `latest` work. After a fork the child has a
-    connection of its own, and background saves continue in the parent process only.
+    Several threads may call its methods at the same time: saves wait for each other, and `close` waits for them. A
+    progress function (``progress=``), or a signal handler that runs during a save, must not save to the same store
+    or close it: this raises `RuntimeError`. If a background save calls the progress function, the methods that wait
+    for that save raise it as well (`load_checkpoint`, `verify`, `delete`, `undelete`, `gc`, `rebase`); `list` and
+    `latest` work. After a fork, the child opens its own connection, and background saves continue only in the
+    parent process.
 
-    A background save that fails is logged immediately, and its error is raised by the next call
-    that waits for it: a save, a load or `close`. If no such call comes, the process reports the
-    failure on stderr when it exits, and its exit status is not 0. ``with`` always closes the store.
+    If a background save fails, this is logged immediately, and the next call that waits for it (a save, a load or
+    `close`) raises its error. If there is no such call, the process reports the failure on stderr when it exits,
+    with a nonzero exit status. A ``with`` statement always closes the store.
 
-    A store can be pickled and copied: the copy has the same arguments, and a connection of its own.
-    Arguments may hold secrets (``storage_options``), and so does the pickle.
+    A store can be pickled and copied: the copy has the same arguments and its own connection. The pickle contains
+    all arguments, including any secrets in ``storage_options``.
 
     Args:
         url: a folder or a URL such as ``s3://bucket/runs/a``.
-        retention: what stays listed after each save; ``None``: everything. An integer means
+        retention: which checkpoints stay listed after each save. ``None`` means all. An integer means
             ``Retention(keep_last=...)``.
-        max_chain: the most checkpoints that share one base, including it (16); 1: only bases.
-        max_hops: the most deltas that restoring a checkpoint reads besides its base (2). Each takes
-            as long as the base, or up to twice as long. Fewer hops make larger deltas: with 1, all
-            are deltas of the base; with ``max_chain - 1``, each is one of the previous checkpoint.
-        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` today. These two
-            predict a delta's weights from the moments saved with them, which loads then read, too.
+        max_chain: maximum number of checkpoints that share a base, including the base (default: 16). 1 means only
+            bases.
+        max_hops: maximum number of deltas that restoring a checkpoint reads besides its base (default: 2). Each
+            takes as long as the base, or up to twice as long. Fewer hops result in larger deltas: with 1, each is a
+            delta of the base; with ``max_chain - 1``, of the previous checkpoint.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is currently the same as ``"balanced"``. The last
+            two predict a delta's weights from the moments saved with them, so that loads read these moments, too.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
-        threads: native threads; ``None`` means one for each core.
-        parent_memory: bytes of host memory for the values that later saves are deltas of (1 GiB):
-            those of the base and of one more checkpoint for each further hop, in equal shares,
-            compressed if need be. What does not fit its share is read back at every save. Values of
-            CUDA devices count only if they are not kept in page-locked memory (``pinned_memory``).
-            Samples for planning take up to half as much again, and a save some 250 MiB.
-        bandwidth: bytes per second that uploads may use.
-        allow_network_fs: use a folder on a network file system anyway.
-        timeout: seconds for which a request that fails, or is not answered, is retried before the
-            call fails (300). It limits each request with its retries, and each commit, not a whole
-            save.
-        writers: how many processes may write to a store that this creates: ``"many"``, which is
-            refused unless the object store proves to be safe for that, or ``"single"``, which is
-            guarded by a lease.
-        read_only: never write. If the store's log is damaged, list what can still be proved.
-        device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored
-            is the same.
+        threads: number of native threads. ``None`` means one per core.
+        parent_memory: bytes of host memory for the values that later saves are deltas of (default: 1 GiB). These
+            are the values of the base and of one more checkpoint for each further hop. They get equal shares and
+            are compressed if necessary. Values that do not fit in their share are read back at every save. Values
+            of CUDA devices count only if they are not kept in page-locked memory (``pinned_memory``). Samples for
+            planning take up to half as much in addition, and a save takes about 250 MiB.
+        bandwidth: limit for uploads, in bytes per second.
+        allow_network_fs: allow a folder on a network file system.
+        timeout: seconds for which a request that fails or gets no response is retried before the call fails
+            (default: 300). It limits each request with its retries, and each commit, not a whole save.
+        writers: how many processes may write to a newly created store: ``"many"``, which raises an error unless a
+            test shows that the object store is safe for this, or ``"single"``, which is enforced by a lease.
+        read_only: never write to the store. If its log is damaged, list the checkpoints that can still be proved.
+        device: where to encode and decode tensors on CUDA devices, as in `save`. It does not change the stored
+            data.
         gpu_scratch: as in `save`.
-        pinned_memory: as in `save`. `close` returns the idle part of it to the system.
-        staging_memory: bytes of host memory that background saves may take for values, copied or
-            encoded, that are not uploaded yet; ``None``: no limit. Above it the call blocks.
-        device_reserve: bytes of each CUDA device's memory that copies leave free, besides memory
-            that PyTorch once had; ``None``: 1 GiB, or a tenth of the memory if that is more.
-        runner: the socket of a runner (``s4w serve``), such as ``unix:///run/s4weights/s4w.sock``.
-            Saves return a `RunnerSave` once the checkpoint is on the local drive and handed over to
-            the runner, which compresses, verifies and uploads it; loads come from the nearest place
-            that has the checkpoint. The runner decides where checkpoints go, the retention and the
-            preset; ``url`` is for listing and the other methods.
+        pinned_memory: as in `save`. `close` returns idle memory to the system.
+        staging_memory: bytes of host memory that background saves may use for values, copied or encoded, that have
+            not been uploaded yet. ``None`` means no limit. Beyond the limit, the call blocks.
+        device_reserve: bytes of memory on each CUDA device that copies leave free, in addition to memory that
+            PyTorch has allocated before. ``None`` means 1 GiB, or a tenth of the memory if that is more.
+        runner: the socket of a runner (``s4w serve``), such as ``unix:///run/s4weights/s4w.sock``. Saves return a
+            `RunnerSave` once the checkpoint is on the local drive and has been handed to the runner, which
+            compresses, verifies and uploads it. Loads read from the nearest place that has the checkpoint. The
+            runner determines where checkpoints are stored, the retention and the preset; ``url`` is used for
+            listing and by the other methods.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class CheckpointStore(Catalog):
             "runner": runner,
         }
         if runner is not None and retention is not None:
-            raise ValueError("retention: with a runner, set `keep_last` in its configuration")
+            raise ValueError("retention: not supported with a runner; set `keep_last` in the runner's configuration")
         if timeout is not None:
             check_seconds("timeout", timeout, positive=True)
         self.runner = None if runner is None else RunnerClient(runner, timeout)
@@ -160,7 +159,7 @@ class CheckpointStore(Catalog):
         check_numbers(self._arguments)
         check_preset(preset)
         if writers not in ("many", "single"):
-            raise ValueError(f"writers={writers!r}: 'many' or 'single' expected")
+            raise ValueError(f"writers={writers!r}: expected 'many' or 'single'")
         self._read_only = read_only
         self._connect: Callable[[str], _core.Store] = lambda mode: _core.Store(
             self.url,
@@ -215,11 +214,13 @@ class CheckpointStore(Catalog):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # The caller's own exception counts. (DCP's are no `Exception`s.)
-            logger.exception("%s: a save in the background failed", self.url)
+            logger.exception("%s: a background save failed", self.url)
 
     def close(self) -> None:
-        """Waits for saves, including those of other threads, and raises the error of a background
-        save that failed. The store cannot be used after that; loads in other threads continue.
+        """Close the store.
+
+        Waits for saves, including those of other threads, and raises the error of a background save
+        that failed. The store cannot be used afterwards; loads in other threads continue.
         """
         with self._turn.take():
             try:
@@ -240,7 +241,7 @@ class CheckpointStore(Catalog):
                     free_pinned_memory()
 
     def _abandon(self) -> None:
-        """Closes the store in a save that has ended; whoever waits for the save gets its error."""
+        """Close the store in a save that has ended; whoever waits for the save gets its error."""
         self._closed = True
         self._native, self._spare = None, None
 
@@ -293,46 +294,43 @@ class CheckpointStore(Catalog):
         pickle_module: Any = pickle,
         pickle_protocol: int = 2,
     ) -> CheckpointEntry | PendingSave:
-        """Saves anything that `save` takes as the checkpoint of a training step.
+        """Save an object as the checkpoint of a training step.
 
-        One save runs at a time: the next one waits for it, and raises its error if it failed.
+        Only one save runs at a time: the next one waits for it, and raises its error if it failed.
 
         Args:
-            state: the object.
-            step: the training step, 0 or more. Several checkpoints may have the same one.
-            metrics: finite numbers that retention can choose by.
-            tags: free text.
-            blocking: ``False`` returns once the values are staged, and saves in the background. If
-                another writer's clean-up keeps such a save from being listed, it is not retried
-                once the values may have changed.
-            stage: with ``blocking=False``, how the values at the time of the call are preserved
-                (docs/staging.md). ``"device"`` copies those on CUDA devices into free device
-                memory, which is freed as soon as they are encoded; without room it is an error.
-                ``"host"`` returns when they have been copied to page-locked host memory, or
-                encoded into it if there is no room for copies. Both copy tensors in host memory.
-                ``"lazy"`` returns right away: the caller promises not to change or resize any tensor
-                until all have been read, which `PendingSave.guard` waits for. ``"auto"`` is
-                ``"device"`` if there is room, else ``"host"``; it needs no promise.
-            base: store a base, not a delta.
-            progress: as in `save`; a background save calls it on a thread of its own.
-            metadata: free text to keep with the object.
+            state: any object that `save` supports.
+            step: the training step, a non-negative integer. Several checkpoints may have the same step.
+            metrics: finite numbers that a retention policy can use, by name.
+            tags: arbitrary strings, by name.
+            blocking: ``False`` returns once the values are staged, and saves in the background. If another writer's
+                clean-up prevents such a save from being listed, it is not retried once the values may have changed.
+            stage: with ``blocking=False``, how to preserve the values as of the call (see docs/staging.md).
+                ``"device"`` copies values on CUDA devices into free device memory, which is freed as soon as they
+                are encoded; if there is no room, this raises an error. ``"host"`` returns when they have been
+                copied to page-locked host memory, or encoded into it if there is no room for copies. Both also copy
+                tensors in host memory. ``"lazy"`` returns immediately: the caller must not change or resize any
+                tensor until all have been read, which `PendingSave.guard` waits for. ``"auto"`` is ``"device"`` if
+                there is room, otherwise ``"host"``: the tensors may change once the call returns.
+            base: store a base instead of a delta.
+            progress: as in `save`. A background save calls it on a separate thread.
+            metadata: strings to store with the object, by name.
             pickle_module: as in `save`.
             pickle_protocol: as in `save`.
 
         Returns:
-            The entry; with ``blocking=False`` a `PendingSave`; with a runner a `RunnerSave`.
+            The entry, a `PendingSave` if ``blocking=False``, or a `RunnerSave` with a runner.
 
         Raises:
             StorageError: the store cannot be written.
-            ConflictError: another writer retired a checkpoint that this save needed, and the retry
-                failed, too.
+            ConflictError: another writer retired a checkpoint that this save needed, and the retry failed as well.
             S4Error: any other failure.
         """
         torch = require_torch("save_checkpoint")
         require_little_endian()
         check_stage(stage, blocking)
         if torch.serialization._serialization_tls.skip_data:
-            raise UnsupportedFormatError("torch.serialization.skip_data: checkpoints hold data")
+            raise UnsupportedFormatError("torch.serialization.skip_data: not supported by checkpoint stores")
         step = checked_step(step)
         torch.serialization._check_dill_version(pickle_module)
         begun: list[Pending[Any]] = []
@@ -459,7 +457,7 @@ class CheckpointStore(Catalog):
         save: Callable[..., CheckpointEntry],
         recorder: Recorder,
     ) -> PendingSave | None:
-        """Describes the tensors in the background as well; ``None`` if the state holds anything
+        """Describe the tensors in the background as well; return ``None`` if the state holds anything
         else that may change, or CUDA tensors that have no engine.
         """
         if (frozen := _core.freeze(state)) is None:
@@ -557,25 +555,25 @@ class CheckpointStore(Catalog):
         pickle_module: Any = None,
         **pickle_load_args: Any,
     ) -> Any:
-        """Loads a checkpoint.
+        """Load a checkpoint.
 
         Args:
-            step: the training step; ``None``: the newest checkpoint. The ``id`` of an entry selects
+            step: the training step. ``None`` means the newest checkpoint. The ``id`` of an entry selects
                 one of several checkpoints of the same step.
             map_location: as in `torch.load`.
-            keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``. The
-                dicts that lead to these parts are returned with nothing else in them, and nothing
-                else is read. ``None``: everything.
-            fallback: if the newest checkpoint is damaged, warn and load the one before, and so on.
-                Only without a step. (A runner always does this.)
+            keys: parts of the object to load, given as key paths such as ``"model"`` or
+                ``"model.layers.0"``. The result contains only these parts, in the dicts that lead
+                to them. Nothing else is read. ``None`` means the whole object.
+            fallback: if the newest checkpoint is damaged, issue a warning and try the previous one,
+                and so on. Only allowed without ``step``. (A runner always does this.)
             weights_only: as in `load`.
             progress: as in `save`.
             pickle_module: as in `load`.
             pickle_load_args: as in `load`.
 
         Raises:
-            NotFoundError: there is no such checkpoint.
-            CorruptDataError: the checkpoint, or one that it needs, is damaged.
+            NotFoundError: the checkpoint does not exist.
+            CorruptDataError: the checkpoint, or another one that it needs, is damaged.
             S4Error: any other failure.
         """
         require_torch("load_checkpoint")
@@ -583,7 +581,7 @@ class CheckpointStore(Catalog):
         check_pickle_arguments("load_checkpoint", pickle_module, pickle_load_args)
         check_flag("fallback", fallback)
         if fallback and step is not None:
-            raise ValueError("fallback: finds the newest usable checkpoint; give no step")
+            raise ValueError("fallback: finds the newest usable checkpoint, so do not pass a step")
         self._settle()
         if self.runner is not None:
             with self.runner.restored(step) as path:
@@ -629,7 +627,7 @@ class CheckpointStore(Catalog):
             except CorruptDataError as error:
                 first = first or error
                 warnings.warn(
-                    f"{self.url}: step {entry.step} is damaged and was passed over: {error}",
+                    f"{self.url}: step {entry.step} is damaged and was skipped: {error}",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -655,7 +653,7 @@ class CheckpointStore(Catalog):
         self._saving_here = False
 
     def _settle(self) -> None:
-        """Waits for the background save, if any; raises its error if nobody has seen it."""
+        """Wait for the background save, if any; raise its error if nobody has seen it."""
         if self._closed:
             raise ValueError(f"{self!r} is closed")
         pending = self._pending
@@ -669,7 +667,7 @@ class CheckpointStore(Catalog):
         pending.committed.raise_unseen()
 
     def _drain(self, seconds: float) -> None:
-        """Waits for running saves; those that have not ended in time are given up."""
+        """Wait for running saves; those that have not ended in time are given up."""
         self._deadline.set(seconds)
         end = time.monotonic() + seconds + 5.0
         with self._turn.wait(seconds + 5.0) as waited:
@@ -680,7 +678,7 @@ class CheckpointStore(Catalog):
                 for save in [*pending, *self._outside]:
                     save.committed.exception(max(0.0, end - time.monotonic()))
             except (TimeoutError, futures.TimeoutError):
-                logger.error("%s: a save did not end in time", self.url)
+                logger.error("%s: a save did not finish in time", self.url)
             finally:
                 self._deadline.clear()
 

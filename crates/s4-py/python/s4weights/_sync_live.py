@@ -89,11 +89,11 @@ class LiveWeights:
         return self._shape == (reader.tree(), reader.tensors())
 
     def read(self, reader: _core.Reader) -> None:
-        """Fills the tensors, whatever they hold.
+        """Fill the tensors, whatever their current values are.
 
         Raises:
             MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be
-                filled, or has no memory; no tensor was touched.
+                filled, or has no memory. No tensor was changed.
         """
         if not self.fits(reader) or self.replaced():
             self._match(reader)
@@ -101,7 +101,7 @@ class LiveWeights:
         self._done()
 
     def apply(self, reader: _core.Reader, whole: Callable[[], _core.Reader]) -> None:
-        """Applies a delta: the tensors hold the values of its parent, and get its own.
+        """Apply a delta: the tensors hold the values of its parent, and get its own.
 
         Args:
             reader: the delta, which `fits`; no tensor was `replaced`.
@@ -132,7 +132,7 @@ class LiveWeights:
         import torch
 
         if reader.form() == "pickle":
-            raise UnsafeLoadError("the checkpoint contains a pickle: not published as weights")
+            raise UnsafeLoadError("the checkpoint contains a pickle: it was not published as weights")
         # If this fails, nothing is matched, and memory that was replaced can be freed.
         self._shape, self._places, self._copies = None, {}, []
         now = self._now()
@@ -214,5 +214,5 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
         # Conjugated and negated views would be published as a pickle, which subscribers refuse.
         found[path] = tensor.resolve_conj().resolve_neg()
     if not found:
-        raise ValueError(f"{type(weights).__name__}: no tensors in it")
+        raise ValueError(f"{type(weights).__name__} contains no tensors")
     return found

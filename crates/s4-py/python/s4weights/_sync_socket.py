@@ -1,8 +1,7 @@
-"""Serves checkpoints of a store over a socket, to processes that cannot reach the store: the stored
-bytes, over HTTP.
+"""Serves the stored bytes of checkpoints over HTTP on a socket, to processes that cannot reach the store.
 
 ``GET /v1/checkpoints?after=ID&wait=SECONDS``
-    The listed checkpoints, as JSON, as soon as the newest is not ``ID``, or the time is over.
+    The listed checkpoints as JSON, as soon as the newest is not ``ID`` or the wait has timed out.
 ``GET /v1/checkpoints/ID``
     The index of a checkpoint and its objects, one after the other; their sizes are in the header
     ``S4-Sizes``. The index names each object by its BLAKE3.
@@ -71,7 +70,7 @@ def split_address(address: str) -> tuple[str, int] | str:
             return parts.hostname, parts.port
     if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/") and plain:
         return unquote(parts.path)
-    raise ValueError(f"{address!r}: tcp://host:port or unix:///path/of/the/socket expected")
+    raise ValueError(f"{address!r}: expected tcp://host:port or unix:///path/to/socket")
 
 
 def is_address(text: str) -> bool:
@@ -80,7 +79,7 @@ def is_address(text: str) -> bool:
 
 
 class Server:
-    """Serves the checkpoints of a store from threads of its own, to whoever reaches the socket.
+    """Serves the checkpoints of a store on its own threads, to anyone who can reach the socket.
 
     Args:
         address: ``tcp://host:port`` (port 0: any free one) or ``unix:///path``.
@@ -136,14 +135,14 @@ class Server:
         self._server.socket.close()
 
     def refresh(self) -> None:
-        """Reads what the store lists, and wakes requests that wait for it."""
+        """Read what the store lists, and wake requests that wait for it."""
         entries = self._list()
         with self._news:
             self._entries = entries
             self._news.notify_all()
 
     def close(self) -> None:
-        """Stops serving; answers that are being sent are cut off."""
+        """Stop serving; answers that are being sent are cut off."""
         if self._is_parents:
             return
         with self._news:
@@ -200,7 +199,7 @@ if hasattr(socketserver, "ThreadingUnixStreamServer"):
 
 
 def _remove_stale(path: str) -> None:
-    """Removes the socket of a process that ended without doing so."""
+    """Remove the socket of a process that ended without doing so."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -213,7 +212,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = _SILENCE
 
     def do_GET(self) -> None:
-        """Answers a request."""
+        """Answer a request."""
         owner: Server = self.server.owner  # type: ignore[attr-defined]
         parts = urlsplit(self.path)
         try:
@@ -267,7 +266,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return str(self.client_address[0]) if self.client_address else "unix"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs to the package's logger."""
+        """Log to the package's logger."""
         logger.debug("%s: " + format, self.address_string(), *args)
 
 
@@ -287,9 +286,9 @@ def _entry(item: Any) -> CheckpointEntry:
     for name in ("step", "bytes", "raw_bytes", "since_base"):
         value = getattr(entry, name)
         if type(value) is not int or value < 0:
-            raise TypeError(f"{name}: a number of 0 or more expected")
+            raise TypeError(f"{name}: expected a non-negative integer")
     if not isinstance(entry.id, str) or not isinstance(entry.parent, str | None):
-        raise TypeError("id, parent: strings expected")
+        raise TypeError("id, parent: expected strings")
     return entry
 
 
@@ -298,8 +297,8 @@ class Client:
 
     Args:
         address: its address.
-        timeout: seconds for which a server that does not answer is retried.
-        threads: native threads of the readers that it makes.
+        timeout: seconds for which a server that does not respond is retried.
+        threads: number of native threads of its readers.
     """
 
     def __init__(self, address: str, timeout: float, threads: int | None) -> None:
@@ -326,7 +325,7 @@ class Client:
         try:
             items = json.loads(body)
             if not isinstance(items, list):
-                raise TypeError("a list expected")
+                raise TypeError("expected a list")
             return [_entry(item) for item in items]
         except (ValueError, TypeError, RecursionError) as error:
             raise CorruptDataError(f"{self.name}: not a list of checkpoints: {error}") from error
@@ -337,9 +336,9 @@ class Client:
         try:
             sizes = [int(size) for size in (header or "").split(",")]
         except ValueError as error:
-            raise CorruptDataError(f"{self.name}: sizes {header!r}") from error
+            raise CorruptDataError(f"{self.name}: invalid sizes {header!r}") from error
         if len(sizes) > _MOST_OBJECTS or min(sizes) < 0 or sum(sizes) != len(body):
-            raise CorruptDataError(f"{self.name}: {len(body)} bytes, not the announced sizes")
+            raise CorruptDataError(f"{self.name}: the sizes do not add up to the {len(body)} bytes received")
         parts, at = [], 0
         for size in sizes:
             parts.append(body[at : at + size])
@@ -365,7 +364,7 @@ class Client:
                 if isinstance(error, S4Error):
                     raise
                 if time.monotonic() + _PAUSE >= end:
-                    what = f"the publisher does not answer: {str(error) or type(error).__name__}"
+                    what = f"the publisher does not respond: {str(error) or type(error).__name__}"
                     raise StorageError(_errno_of(error), what, self.name) from error
             time.sleep(_PAUSE)
 
@@ -382,7 +381,7 @@ class Client:
             length = answer.length
             if length is None or length > most:
                 raise CorruptDataError(
-                    f"{self.name}: an answer of {length} bytes, at most {most} expected"
+                    f"{self.name}: the response has {length} bytes, expected at most {most}"
                 )
             body = answer.read()
             if len(body) != length:

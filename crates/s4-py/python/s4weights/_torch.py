@@ -1,6 +1,4 @@
-"""Imports PyTorch where it is needed, and finds `torch.save` and `torch.load` behind our
-replacements.
-"""
+"""Imports PyTorch when needed, and finds the original `torch.save` and `torch.load` behind our replacements."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def original(name: str) -> Any:
 
 
 def call_original(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls the original. If that is a wrapper of our function, as after
+    """Call the original. If that is a wrapper of our function, as after
     ``torch.load = partial(s4weights.load, ...)``, this is called again and uses the next candidate.
     """
     found = _originals(name)
@@ -63,8 +61,8 @@ def _originals(name: str) -> list[Any]:
 
 def _gone(name: str) -> str:
     return (
-        f"torch.{name} and torch.serialization.{name} were both replaced by s4weights.{name}: "
-        "PyTorch's own is gone; s4weights.patch() keeps it"
+        f"torch.{name} and torch.serialization.{name} were both replaced by s4weights.{name}, so "
+        "PyTorch's own function is lost; use s4weights.patch() to keep it"
     )
 
 
@@ -84,6 +82,6 @@ def require_torch(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        what = f"s4weights.{name} needs PyTorch; s4weights.numpy does without, for arrays"
+        what = f"s4weights.{name} needs PyTorch; for NumPy arrays, use s4weights.numpy, which does not"
         raise ModuleNotFoundError(what, name="torch") from None
     return torch

@@ -1,4 +1,4 @@
-"""Finds the tensors in files of `torch.save`, without running what is pickled in them."""
+"""Finds the tensors in files written by `torch.save`, without running pickled code."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def parse_tree(text: str) -> Any:
     that no string contains a lone surrogate."""
     tree = _decoder().decode(text)
     if type(tree) is not dict or tree.keys() != {"root"}:
-        raise CorruptDataError("corrupt data (tree): an object with one member, `root`, expected")
+        raise CorruptDataError("corrupt data (tree): expected an object with one member, `root`")
     return tree["root"]
 
 
@@ -96,7 +96,7 @@ def _kind_of(members: tuple[str, ...]) -> str:
     kinds = [member for member in members if member in _KINDS]
     if len(kinds) == 1 and set(members).difference(kinds) <= _KINDS[kinds[0]]:
         return kinds[0]
-    raise CorruptDataError(f"corrupt data (tree): no node has the members {brief(list(members))}")
+    raise CorruptDataError(f"corrupt data (tree): invalid node with members {brief(list(members))}")
 
 
 class TreeDecoder:
@@ -146,7 +146,7 @@ class TreeDecoder:
         if "attrs" in node:
             attrs = self._node(node["attrs"])
             if type(attrs) is not dict or not all(type(key) is str for key in attrs):
-                raise CorruptDataError("corrupt data (tree): attributes")
+                raise CorruptDataError("corrupt data (tree): invalid attributes")
             vars(out).update(attrs)
         return out
 
@@ -154,7 +154,7 @@ class TreeDecoder:
         # `complex` takes other numbers, too, such as the value that a tensor does not have yet.
         parts = self._items(value)
         if len(parts) != 2 or not all(type(part) in (int, float) for part in parts):
-            raise CorruptDataError(f"corrupt data (tree): {brief(value)} are not two floats")
+            raise CorruptDataError(f"corrupt data (tree): {brief(value)} is not a pair of floats")
         return complex(*parts)
 
     def _dtype(self, name: Any) -> Any:
@@ -212,7 +212,7 @@ class TreeDecoder:
         stride = _dimensions(node["stride"]) if "stride" in node else row_major(shape)
         offset = natural(node.get("offset", 0))
         if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
-            message = f"corrupt data (tree): {brief(node)} lies outside of {nbytes} bytes"
+            message = f"corrupt data (tree): {brief(node)} extends beyond {nbytes} bytes"
             raise CorruptDataError(message)
         if math.prod(shape) * dtype.itemsize >= MAX_SIZE:
             raise CorruptDataError(f"corrupt data (tree): {brief(node)} has too many elements")
@@ -282,19 +282,19 @@ def _no_constant(name: str) -> Any:
 
 def _array(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise CorruptDataError("corrupt data (tree): array expected")
+        raise CorruptDataError("corrupt data (tree): expected an array")
     return value
 
 
 def _string(value: Any) -> str:
     if type(value) is not str:
-        raise CorruptDataError(f"corrupt data (tree): {brief(value)} is no text")
+        raise CorruptDataError(f"corrupt data (tree): {brief(value)} is not a string")
     return value
 
 
 def natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < MAX_SIZE:
-        raise CorruptDataError(f"corrupt data (tree): {brief(value)} is no size")
+        raise CorruptDataError(f"corrupt data (tree): {brief(value)} is not a size")
     return value
 
 

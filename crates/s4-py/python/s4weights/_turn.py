@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 
 class Turn:
-    """A lock that is an error to take twice on one thread: a progress function or a signal handler
-    would change what the interrupted save on that thread works with.
+    """A lock that raises an error if one thread takes it twice: a progress function or a signal
+    handler would change the data of the interrupted save on that thread.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class Turn:
         """
         if self.is_mine():
             raise RuntimeError(
-                "this thread is saving to the same store: a progress function or a signal handler "
+                "this thread is already saving to the same store: a progress function or a signal handler "
                 "can neither save to it nor close it"
             )
         return self._lock
 
     @contextlib.contextmanager
     def wait(self, seconds: float) -> Iterator[bool]:
-        """Holds the lock if it can be acquired within ``seconds``, or if this thread holds it
+        """Hold the lock if it can be acquired within ``seconds``, or if this thread holds it
         already. Yields whether it is held.
         """
         held = self._lock.acquire(timeout=seconds)

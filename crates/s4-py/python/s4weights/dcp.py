@@ -1,7 +1,7 @@
 """Storage for `torch.distributed.checkpoint` (DCP): distributed checkpoints in a `CheckpointStore`.
 
-Each rank compresses its own shards on its own device, into its own objects; one entry of the
-store's log lists the checkpoint once all of them are stored. Consecutive checkpoints with the same
+Each rank compresses its own shards on its own device into its own objects. Once all of them are
+stored, one entry in the store's log lists the checkpoint. Consecutive checkpoints with the same
 sharding are stored as deltas::
 
     import torch.distributed.checkpoint as dcp
@@ -11,13 +11,13 @@ sharding are stored as deltas::
     reader = s4weights.dcp.StorageReader("s3://bucket/run", step=1000)
     dcp.load(state, storage_reader=reader, planner=s4weights.dcp.LoadPlanner())
 
-The result is a checkpoint like any other: retention, `verify` and the command line work on it, and
-any number of ranks, with any sharding, can load it. Only the chunks that a rank needs are decoded.
-Metadata is stored as JSON. Values that are not tensors are stored as DCP's planner encodes them, as
-pickles: `LoadPlanner` loads these without running code, and `SavePlanner` writes most of them as
-JSON instead.
+The result is a normal checkpoint: retention, `verify` and the command line work with it, and any
+number of ranks, with any sharding, can load it. Only the chunks that a rank needs are decoded.
+Metadata is stored as JSON. Values that are not tensors are stored as encoded by DCP's planner,
+which pickles them: `LoadPlanner` loads these without running code, and `SavePlanner` writes most of
+them as JSON instead.
 
-`save`, `async_save` and `load` are DCP's functions with all of this set up.
+`save`, `async_save` and `load` are DCP's functions with all of this preconfigured.
 """
 
 from __future__ import annotations
@@ -130,29 +130,29 @@ class _Found(NamedTuple):
 
 
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
-    """Writes distributed checkpoints into a `CheckpointStore`.
+    """Writes distributed checkpoints to a `CheckpointStore`.
 
-    Every rank makes one, with the same arguments. It can be pickled, and used for one save after
-    the other; a background save in this process needs a writer of its own.
+    Every rank creates one, with the same arguments. It can be pickled, and can be reused for
+    consecutive saves; a background save in this process needs its own writer.
 
     Args:
-        store: a `CheckpointStore`, or its folder or URL; ``None`` if each ``checkpoint_id`` names
-            one, as in ``"s3://bucket/run/step-1000"``.
+        store: a `CheckpointStore`, its folder or its URL. ``None`` if each ``checkpoint_id``
+            contains it, as in ``"s3://bucket/run/step-1000"``.
         step: the training step. A ``checkpoint_id`` that ends with digits overrides it.
-        metrics: as in `CheckpointStore.save_checkpoint`. Only the coordinating rank's ``metrics``,
-            ``tags`` and ``base`` count.
-        tags: likewise.
-        base: store a base, not a delta.
-        overwrite: ``False``: refuse a step that the store already lists. Otherwise both are listed,
-            and loading that step takes the newer one.
-        progress: as in `save`; called on rank 0 only, for what rank 0 stores.
+        metrics: as in `CheckpointStore.save_checkpoint`. Only the ``metrics``, ``tags`` and
+            ``base`` of the coordinating rank are used.
+        tags: as in `CheckpointStore.save_checkpoint`.
+        base: store a base instead of a delta.
+        overwrite: if ``False``, raise an error if the store already lists the step. Otherwise both
+            checkpoints are listed, and loading that step loads the newer one.
+        progress: as in `save`. Only called on rank 0, for the data that rank 0 stores.
         options: arguments of `CheckpointStore`, if ``store`` is not one.
 
     Raises (all of them on every rank, inside DCP's `CheckpointException`):
         StorageError: the store cannot be written.
         ConflictError: the step is already listed, and ``overwrite`` is false.
-        UnsupportedFormatError: the planner produced a tensor of a dtype that the format does not
-            support, something that is not a plain tensor, or metadata that JSON cannot hold.
+        UnsupportedFormatError: the planner produced a tensor with a dtype that the format does not
+            support, a tensor that is not plain, or metadata that cannot be stored as JSON.
     """
 
     def __init__(
@@ -189,9 +189,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     @property
     def save_id(self) -> str | None:
-        """The id of the checkpoint after a save; ``None`` before that, and on ranks other than the
-        coordinating one.
-        """
+        """The id of the saved checkpoint. ``None`` before the save, and on ranks other than the coordinating one."""
         return None if self.entry is None else self.entry.id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -212,7 +210,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         if not kwargs.get("use_collectives", True):
             self._alone = {_RANK: str(kwargs.get("rank", 0)), _RANKS: str(_world())}
         if self._place.step is None:
-            raise ValueError(f"{self._place.store.url}: no step was given to save as")
+            raise ValueError(f"{self._place.store.url}: no step was given for the save")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -280,7 +278,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store, step = self._place.store, self._place.step
         if self._part_of is None or step is None:
-            raise RuntimeError("a save that was not begun cannot be finished")
+            raise RuntimeError("cannot finish a save that was not started")
         names = {result.index: result.storage_data.name for rank in results for result in rank}
         parts = [
             next((r.storage_data.part for r in rank if r.storage_data.part is not None), None)
@@ -314,17 +312,17 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     Args:
         store: as in `StorageWriter`.
-        step: the training step; ``None``: the newest checkpoint. A ``checkpoint_id`` that ends with
+        step: the training step. ``None`` means the newest checkpoint. A ``checkpoint_id`` that ends with
             digits overrides it. The ``id`` of an entry selects one of several checkpoints of the
             same step.
         progress: as in `StorageWriter`.
         options: as in `StorageWriter`.
 
     Raises (inside DCP's `CheckpointException`):
-        NotFoundError: there is no such checkpoint, or it is not a distributed one.
-        ConflictError: a checkpoint was listed meanwhile, and some ranks found it, others the one
-            before. Nothing was loaded.
-        CorruptDataError: the checkpoint, or one that it needs, is damaged.
+        NotFoundError: the checkpoint does not exist, or is not a distributed checkpoint.
+        ConflictError: a checkpoint was listed in the meantime, so that some ranks found it and
+            others found the previous one. Nothing was loaded.
+        CorruptDataError: the checkpoint, or another one that it needs, is damaged.
     """
 
     def __init__(
@@ -374,7 +372,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             try:
                 text = reader.blob(_BLOB)
             except KeyError:
-                what = f"{where} was not saved by torch.distributed.checkpoint: use load_checkpoint"
+                what = f"{where} was not saved with torch.distributed.checkpoint: use load_checkpoint"
                 raise NotFoundError(what) from None
             self._metadata, self._names = from_json(text, where)
             ids = {"save_id": entry.id, "load_id": self.load_id}
@@ -394,7 +392,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         if rank is None:
             entry = store._find(step)
             if _RANK in entry.tags:
-                raise NotFoundError(f"{self._place}: each rank has a checkpoint of its own")
+                raise NotFoundError(f"{self._place}: each rank saved its own checkpoint")
             return entry
         found = [e for e in store.list() if _RANK in e.tags and step in (None, e.step, e.id)]
         for entry in reversed(found):
@@ -403,7 +401,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             if whole and (entry.tags[_RANK], entry.tags.get(_RANKS)) == (str(rank), str(_world())):
                 return entry
         raise NotFoundError(
-            f"{self._place}: no checkpoint that {_world()} ranks saved on their own"
+            f"{self._place}: no checkpoint that {_world()} ranks each saved on their own"
         )
 
     def set_up_storage_reader(
@@ -430,8 +428,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
                 ranks.setdefault(plan.storage_data, rank)
         if len(ranks) > 1:
             found = ", ".join(f"rank {rank} {entry}" for entry, rank in ranks.items())
-            what = "ranks found different checkpoints, as one was listed meanwhile"
-            hint = "load again, or name the step" if self._place.step is None else "load again"
+            what = "ranks found different checkpoints, because one was listed in the meantime"
+            hint = "load again, or pass the step" if self._place.step is None else "load again"
             raise ConflictError(f"{self._place}: {what}: {found}: {hint}")
         return plans
 
@@ -466,15 +464,15 @@ def save(
     no_dist: bool = False,
     **options: Any,
 ) -> CheckpointEntry | None:
-    """`dcp.save` into a store, without a pickle where JSON will do.
+    """Save a state dict to a store with `dcp.save`. Uses JSON instead of pickles where possible.
 
     Args:
-        state_dict: as in `dcp.save`, and so are ``process_group`` and ``no_dist``.
-        store: as in `StorageWriter`, and so are ``step`` and ``options``.
-        planner: ``None``: a `SavePlanner`.
+        state_dict: as in `dcp.save`, like ``process_group`` and ``no_dist``.
+        store: as in `StorageWriter`, like ``step`` and ``options``.
+        planner: the planner. ``None`` means a `SavePlanner`.
 
     Returns:
-        The store's entry on the coordinating rank; ``None`` on the others.
+        The store's entry on the coordinating rank, or ``None`` on the others.
     """
     with or_no_save(process_group, no_dist):
         writer = StorageWriter(store, step=step, **options)
@@ -500,15 +498,15 @@ def async_save(
     no_dist: bool = False,
     **options: Any,
 ) -> Any:
-    """`dcp.async_save` into a store, on a thread, with one stager for all saves.
+    """Save a state dict to a store with `dcp.async_save`, on a thread, with one stager for all saves.
 
     Args:
-        state_dict: as in `save`, and so are the other arguments.
-        stager: copies the state.
+        state_dict: as in `save`, like the other arguments.
+        stager: the stager that copies the state.
 
     Returns:
-        A future of what `dcp.save` returns. Closing the store waits for it, and raises its error if
-        nobody has asked for that.
+        A future for the return value of `dcp.save`. Closing the store waits for it, and raises its
+        error unless the error has already been retrieved.
     """
     with or_no_save(process_group, no_dist):
         writer = StorageWriter(store, step=step, **options)
@@ -540,12 +538,12 @@ def load(
     no_dist: bool = False,
     **options: Any,
 ) -> None:
-    """`dcp.load` from a store, in place, with a planner that runs no code of the checkpoint.
+    """Load a state dict from a store in place, with `dcp.load`. No code in the checkpoint is run.
 
     Args:
-        state_dict: as in `dcp.load`, and so are ``process_group`` and ``no_dist``.
-        store: as in `StorageReader`, and so are ``step`` and ``options``.
-        planner: ``None``: a `LoadPlanner`.
+        state_dict: as in `dcp.load`, like ``process_group`` and ``no_dist``.
+        store: as in `StorageReader`, like ``step`` and ``options``.
+        planner: the planner. ``None`` means a `LoadPlanner`.
     """
     agree = step is None and not no_dist and _world() > 1
     with or_no_load(process_group, no_dist, lambda: agree and _newest(None, process_group)):
@@ -599,7 +597,7 @@ def _name(item: WriteItem) -> str:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        raise UnsupportedFormatError(f"{index.fqn!r}: UTF-8 cannot express this name") from error
+        raise UnsupportedFormatError(f"{index.fqn!r}: the name cannot be encoded as UTF-8") from error
     if data is None or data.chunk.sizes == data.size or index.offset is None:
         return name
     return f"{name}@{','.join(map(str, index.offset))}"
@@ -632,12 +630,12 @@ def _plain(data: torch.Tensor, where: str) -> torch.Tensor:
     for copies in device_copies([tensor]):
         copies.wait()
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UnsupportedFormatError(f"{where}: a tensor with strides expected")
+        raise UnsupportedFormatError(f"{where}: expected a strided tensor")
     if dtype_name(tensor.dtype) == "bytes":
-        raise UnsupportedFormatError(f"{where}: the format has no {tensor.dtype}")
+        raise UnsupportedFormatError(f"{where}: the format does not support {tensor.dtype}")
     if tensor.is_meta or is_strided(tensor):
         if tensor.untyped_storage().device.type == "meta":
-            raise UnsupportedFormatError(f"{where}: a tensor without values, such as one on `meta`")
+            raise UnsupportedFormatError(f"{where}: the tensor has no values, as on device `meta`")
         require_storage(tensor, where)
     return tensor.resolve_conj().resolve_neg().contiguous()
 
@@ -650,7 +648,7 @@ def _save(
     recorder: Recorder,
     progress: ProgressArgument,
 ) -> bytes:
-    """Stores a rank's tensors; returns the rank's part, which the coordinator needs."""
+    """Store a rank's tensors; return the rank's part, which the coordinator needs."""
     compute = store._compute()
     devices = {t.device.index for t in tensors if t.device.type == "cuda" and t.numel()}
     engine = compute.engine(devices) if devices else None

@@ -1,5 +1,5 @@
-"""``.s4w`` files with NumPy arrays, without PyTorch: arrays are saved as tensors, and tensors are
-loaded as arrays.
+"""Save and load ``.s4w`` files with NumPy arrays, without PyTorch. Arrays are saved as tensors, and
+tensors are loaded as arrays.
 
 ::
 
@@ -10,9 +10,9 @@ loaded as arrays.
     with s4weights.numpy.open("step100.s4w") as f:
         rows = f.get_slice("w")[1000:2000]
 
-The files are those of `s4weights.save` and `s4weights.load`. Dtypes that NumPy lacks, such as
-bfloat16, are those of `ml_dtypes`, if it is installed. JAX arrays can be saved, too, and are loaded
-as NumPy arrays. Objects that were pickled can only be loaded with PyTorch.
+The files have the same format as those of `s4weights.save` and `s4weights.load`. Dtypes that NumPy
+does not have, such as bfloat16, are provided by `ml_dtypes`, if it is installed. JAX arrays can
+also be saved, and are loaded as NumPy arrays. Pickled objects can only be loaded with PyTorch.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ def save(
     storage_options: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Saves arrays, in dicts, lists and tuples with plain values, as `s4weights.save` saves tensors.
+    """Save arrays in dicts, lists and tuples with plain values, as `s4weights.save` saves tensors.
 
-    An array that occurs twice is stored once; different arrays that share memory are each stored.
+    An array that occurs more than once is stored once; different arrays that share memory are
+    stored separately.
 
     Args:
-        obj: what to save. NumPy scalars are saved as arrays without dimensions.
-        f: as in `s4weights.save`, and so are the other arguments, except that the preset cannot be
+        obj: the object to save. NumPy scalars are saved as zero-dimensional arrays.
+        f: as in `s4weights.save`, like the other arguments, except that the preset cannot be
             ``"nvcomp"``.
 
     Returns:
-        A report of what was written: sizes and times.
+        A report with sizes and times.
 
     Raises:
-        UnsupportedFormatError: something in the object is neither an array of numbers nor plain;
-            the message says what and where.
+        UnsupportedFormatError: a value in the object is neither an array of numbers nor plain; the
+            message describes the value and its location.
         S4Error: any other failure, as in `s4weights.save`.
     """
     require_little_endian()
@@ -80,7 +81,7 @@ def save(
         tree = _core.write_tree(obj, arrays.add)
         if tree is None:
             raise UnsupportedFormatError(
-                "only s4weights.save, with PyTorch, can keep such an object: a list or dict that "
+                "only s4weights.save, with PyTorch, can save such an object: it has a list or dict that "
                 "occurs twice, keys that are not plain, or more than a million values"
             )
         total = recorder.raw_bytes = sum(source[4] for source in arrays.sources)
@@ -114,18 +115,18 @@ def load(
     storage_options: Mapping[str, str] | None = None,
     keys: Iterable[str] | None = None,
 ) -> Any:
-    """Loads a ``.s4w`` file, with arrays for its tensors. Arrays share memory where the tensors did.
+    """Load a ``.s4w`` file, with its tensors as arrays. Arrays share memory if the tensors did.
 
     Args:
-        f: as in `s4weights.load`, and so are the other arguments.
+        f: as in `s4weights.load`, like the other arguments.
 
     Returns:
-        The object. PyTorch's own types become plain ones: sizes become tuples, dtypes and devices
-        their names.
+        The object. PyTorch's own types become plain types: sizes become tuples, and dtypes and
+        devices become their names.
 
     Raises:
-        UnsupportedFormatError: it is not a ``.s4w`` file, its object was pickled, NumPy lacks one of
-            its dtypes, or it has sets of tensors.
+        UnsupportedFormatError: the file is not a ``.s4w`` file, its object was pickled, NumPy does
+            not have one of its dtypes, or it has sets of tensors.
         S4Error: any other failure, as in `s4weights.load`.
     """
     recorder = Recorder("load", f)
@@ -136,7 +137,7 @@ def load(
         tree, wanted = reader.tree(), None
         if keys is not None:
             if tree is None:
-                raise UnsupportedFormatError("keys=: the file holds no object, but tensors by name")
+                raise UnsupportedFormatError("keys=: the file contains tensors by name, not an object")
             tree, wanted = select(tree, keys)
         total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
         recorder.raw_bytes = total
@@ -161,9 +162,9 @@ def open(
     threads: int | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> ArrayFile:
-    """Opens a ``.s4w`` file to read arrays one by one, whole or in part, as `s4weights.open` does.
+    """Open a ``.s4w`` file to read individual arrays or parts of them, like `s4weights.open`.
 
-    Raises what `load` raises.
+    Raises the same errors as `load`.
     """
     reader, infos = _open(f, threads, storage_options)
     return ArrayFile(name_of(f), reader, infos)
@@ -193,10 +194,10 @@ class _Layout(NamedTuple):
 
 
 class ArrayFile(File):
-    """A ``.s4w`` file whose tensors can be read one by one, and in part, as arrays.
+    """A ``.s4w`` file from which individual tensors, or parts of them, can be read as arrays.
 
-    Several threads may call its methods at the same time. As a mapping it returns whole arrays by
-    their key paths.
+    Several threads may call its methods at the same time. It is a mapping from key paths to whole
+    arrays.
     """
 
     def __init__(self, name: str, reader: _core.Reader, infos: list[_core.TensorInfo]) -> None:
@@ -213,25 +214,29 @@ class ArrayFile(File):
 
 
 class ArraySlice(Slice):
-    """An array that is read when it is indexed. Only the chunks that the index needs are decoded,
-    each as a whole: 64 Ki to 256 Ki values.
+    """An array that is read when it is indexed.
+
+    Only the chunks that contain the requested values are decoded. A chunk has 64 Ki to 256 Ki
+    values.
     """
 
     def __init__(self, file: ArrayFile, key: str, saved: _Layout) -> None:
         self._file, self._key, self._layout = file, key, saved
 
     def get_shape(self) -> list[int]:
-        """The size of each dimension."""
+        """Return the size of each dimension."""
         return list(self._layout.shape)
 
     def get_dtype(self) -> Any:
-        """The type of the elements."""
+        """Return the dtype."""
         return self._layout.dtype
 
     def __getitem__(self, index: Any) -> _Array:
-        """Reads a part. The index may consist of integers, lists of integers, slices (with positive
-        steps), ``None`` and ``...``, with the same meaning as for an array. For a list, everything
-        from its smallest to its largest index is read.
+        """Read a part of the array.
+
+        The index may consist of integers, lists of integers, slices (with positive steps), ``None``
+        and ``...``, with the same meaning as for an array. For a list, everything from its smallest
+        to its largest index is read.
         """
         ranges, rest = ranges_of(index, self._layout.shape, self._key)
         # With an ellipsis the result is an array even if no dimension is left.
@@ -240,11 +245,11 @@ class ArraySlice(Slice):
             values: _Array = self._read_ranges(ranges)[every].copy(order="C")
         except MemoryError as error:
             # An array of few stored values may be expanded to any size.
-            raise LimitError(f"no memory for `{self._key}`: {error}") from error
+            raise LimitError(f"not enough memory for `{self._key}`: {error}") from error
         return values
 
     def _read_ranges(self, ranges: list[tuple[int, int]]) -> _Array:
-        """Reads a range of each dimension."""
+        """Read a range of each dimension."""
         layout = self._layout
         item = layout.dtype.itemsize
         reader = self._file._open()
@@ -271,7 +276,7 @@ def _open(
     reader = require_s4w(open_source(f, storage_options, threads))
     if reader.form() == "pickle":
         raise UnsupportedFormatError(
-            f"{name_of(f)}: the object was saved as a pickle, which takes PyTorch to be loaded"
+            f"{name_of(f)}: the object was saved as a pickle: loading it requires PyTorch"
         )
     return reader, reader.tensors()
 
@@ -285,17 +290,17 @@ class _Arrays:
         self.sources: list[_core.TensorSource] = []
 
     def add(self, obj: Any, path: str) -> int:
-        """Adds a new array and returns its index."""
+        """Add a new array and return its index."""
         # Subclasses may have more than values, as masked arrays do.
         is_numpy = type(obj) in (np.ndarray, np.memmap) or isinstance(obj, np.generic)
         if not is_numpy and not (is_array(obj) and hasattr(obj, "__array__")):
             raise UnsupportedFormatError(
-                f"`{path}` is of type {type(obj).__name__}: only arrays and plain values are saved"
+                f"`{path}` has type {type(obj).__name__}: only arrays and plain values can be saved"
             )
         array = np.asarray(obj)
         name = array.dtype.name
         if array.dtype.kind not in "biufcV" or name not in _core.dtypes():
-            raise UnsupportedFormatError(f"`{path}`: the format has no dtype {name}")
+            raise UnsupportedFormatError(f"`{path}`: the format does not support dtype {name}")
         if not array.flags.c_contiguous or not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="), order="C")
         self._kept += (obj, array)
@@ -322,7 +327,7 @@ class _Storages:
 
     def info(self, number: int) -> _core.TensorInfo:
         if number >= len(self._infos):
-            raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
+            raise CorruptDataError(f"the object refers to tensor {number}, but the file has {len(self._infos)}")
         return self._infos[number]
 
     def get(self, number: int) -> _Array:
@@ -332,7 +337,7 @@ class _Storages:
             try:
                 found = self._found[number] = np.empty(nbytes, np.uint8)
             except MemoryError as error:
-                raise LimitError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
+                raise LimitError(f"not enough memory for a tensor of {nbytes} bytes: {error}") from error
         return found
 
     def requests(self) -> list[tuple[int, int, int]]:
@@ -354,12 +359,12 @@ class _LayoutDecoder(TreeDecoder):
 
     def _dtype(self, name: Any) -> Any:
         if type(name) is not str:
-            raise CorruptDataError(f"corrupt data (tree): {brief(name)} is no dtype")
+            raise CorruptDataError(f"corrupt data (tree): {brief(name)} is not a dtype")
         return name
 
     def _device(self, name: Any) -> Any:
         if type(name) is not str:
-            raise CorruptDataError(f"corrupt data (tree): {brief(name)} is no device")
+            raise CorruptDataError(f"corrupt data (tree): {brief(name)} is not a device")
         return name
 
     def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
@@ -381,7 +386,7 @@ class _Decoder(_LayoutDecoder):
 
     def _set(self, kind: Callable[[list[Any]], Any], items: list[Any]) -> Any:
         if any(map(_has_array, items)):
-            raise UnsupportedFormatError("a set of tensors: arrays cannot be in sets")
+            raise UnsupportedFormatError("cannot load a set of tensors: arrays are not hashable")
         return super()._set(kind, items)
 
     def _made(self, layout: _Layout) -> Any:
@@ -417,4 +422,4 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
             return np.dtype(name)
     except TypeError:
         pass
-    raise UnsupportedFormatError(f"NumPy has no dtype {name}; ml_dtypes, if installed, adds some")
+    raise UnsupportedFormatError(f"NumPy has no dtype {name}; installing ml_dtypes adds some dtypes")

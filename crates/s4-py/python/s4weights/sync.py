@@ -1,7 +1,7 @@
-"""Sends the weights of a running trainer to processes that sample from them: only what has changed
-goes over the wire, and it is applied in place.
+"""Sends the weights of a running trainer to processes that sample from them. Only changes are
+transferred, and they are applied in place.
 
-The trainer publishes into a store, in a folder or a bucket, and may serve it over a socket::
+The trainer publishes to a store in a folder or a bucket, and can also serve it over a socket::
 
     from s4weights.sync import Publisher, Subscriber
 
@@ -10,16 +10,16 @@ The trainer publishes into a store, in a folder or a bucket, and may serve it ov
             ...
             publisher.publish_delta(model, step)
 
-A sampler fetches what is new whenever its weights are not in use::
+A sampler fetches updates whenever its weights are not in use::
 
     subscriber = Subscriber("tcp://trainer:8476", model)     # or "s3://bucket/weights"
     while True:
         subscriber.apply_delta(wait=1.0)
         ...
 
-Each checkpoint except a base is a delta of the previous one. A subscriber that missed some applies
-all that follow the one it holds. If it holds no checkpoint of the chain, or turns out to hold other
-values, it starts from the chain's base.
+Each checkpoint except a base is a delta of the previous one. A subscriber that missed some of them
+applies all that follow the one it has. If it has no checkpoint of the chain, or its values turn out
+to be different, it starts from the chain's base.
 """
 
 from __future__ import annotations
@@ -73,24 +73,24 @@ _live.at_fork(_in_child)
 
 
 class Publisher:
-    """Publishes weights, step after step, as deltas of the step before.
+    """Publishes weights step by step, as deltas of the previous step.
 
-    Any thread may call it; one step is published at a time.
+    Any thread may call it; only one step is published at a time.
 
     Args:
-        store: a folder, a URL or a `CheckpointStore`. With ``"memory:"`` weights can only be had
-            through the socket.
-        listen: where to serve what is published: ``tcp://host:port`` (port 0: any free one) or
-            ``unix:///path``. Anyone who can connect is served: there is neither encryption nor
-            authentication.
-        chain: checkpoints that share a base, 2 to 64. The base is as large as a full copy; a new
-            subscriber decodes it and the deltas that follow it.
-        options: arguments of `CheckpointStore`, if ``store`` is not one. By default the newest
-            chain and the one before stay listed, and the values that the next delta needs are kept
-            in host memory.
+        store: a folder, a URL or a `CheckpointStore`. With ``"memory:"``, weights are only
+            available through the socket.
+        listen: the address to serve published weights at: ``tcp://host:port`` (port 0 means any
+            free port) or ``unix:///path``. Anyone who can connect is served: there is no encryption
+            and no authentication.
+        chain: number of checkpoints that share a base, 2 to 64. The base is as large as a full
+            copy; a new subscriber decodes it and the deltas that follow it.
+        options: arguments of `CheckpointStore`, if ``store`` is not one. By default, the newest
+            chain and the previous one stay listed, and the values that the next delta needs are
+            kept in host memory.
 
     Raises:
-        StorageError: it cannot listen at that address.
+        StorageError: it cannot listen at the address.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Publisher:
         **options: Any,
     ) -> None:
         if type(chain) is not int or not 2 <= chain <= _MOST_CHAIN:
-            raise ValueError(f"chain={chain!r}: 2 to {_MOST_CHAIN} expected")
+            raise ValueError(f"chain={chain!r}: expected 2 to {_MOST_CHAIN}")
         self._own = not isinstance(store, CheckpointStore)
         self._is_private = False
         self._process = os.getpid()
@@ -111,16 +111,16 @@ class Publisher:
                 raise TypeError(f"{', '.join(options)}: not allowed with an existing store")
             hops, shared = store._arguments["max_hops"], store._arguments["max_chain"]
             if hops is None or shared is None or hops < shared - 1:
-                raise ValueError("store: max_hops=max_chain - 1 expected: a line of deltas")
+                raise ValueError("store: expected max_hops=max_chain - 1, a line of deltas")
             if store.runner is not None:
-                raise ValueError("store: it has a runner, which would decide what is a delta")
+                raise ValueError("store: has a runner, which would decide which checkpoints are deltas")
             self._store: CheckpointStore | None = store
         else:
             given = {"max_chain", "max_hops"} & options.keys()
             if options.get("runner") is not None:
-                raise TypeError("runner: it would decide what is a delta")
+                raise TypeError("runner: not supported, as it would decide which checkpoints are deltas")
             if given:
-                raise TypeError(f"{', '.join(given)}: set by `chain`")
+                raise TypeError(f"{', '.join(given)}: not allowed, use `chain` instead")
             self._store = None
             self._arguments = {
                 "retention": Retention(keep_last=chain + 1),
@@ -144,7 +144,7 @@ class Publisher:
         self._earlier: CheckpointStore | None = None
         if listen is not None:
             if not isinstance(listen, str):
-                raise TypeError(f"listen={listen!r}: an address such as tcp://host:port expected")
+                raise TypeError(f"listen={listen!r}: expected an address such as tcp://host:port")
             if self._store is None and not self._is_private:
                 self._earlier = self._read_only()
             self._server = Server(listen, self._entries, self._stored)
@@ -153,7 +153,7 @@ class Publisher:
 
     @property
     def address(self) -> str | None:
-        """The address that it listens at, with the actual port; ``None`` if it does not listen."""
+        """The address that it listens at, with the actual port. ``None`` if it does not listen."""
         return None if self._server is None else self._server.address
 
     @overload
@@ -193,25 +193,26 @@ class Publisher:
         blocking: bool = True,
         stage: Stage = "auto",
     ) -> CheckpointEntry | PendingSave:
-        """Publishes weights. Subscribers see them whole or not at all.
+        """Publish weights. Subscribers see them completely or not at all.
 
         Args:
-            weights: a module, or containers of tensors. Other values are left out.
-            step: the training step, 0 or more.
-            base: publish a base, not a delta.
-            metrics: as in `CheckpointStore.save_checkpoint`, and so are ``tags``, ``blocking`` and
+            weights: a module, or containers of tensors. Other values are ignored.
+            step: the training step, a non-negative integer.
+            base: publish a base instead of a delta.
+            metrics: as in `CheckpointStore.save_checkpoint`, like ``tags``, ``blocking`` and
                 ``stage``.
 
         Returns:
-            The entry, whose ``bytes`` go over the wire; with ``blocking=False`` a `PendingSave`.
+            The entry, whose ``bytes`` are the size transferred to subscribers, or a `PendingSave`
+            if ``blocking=False``.
 
         Raises:
             S4Error: as in `CheckpointStore.save_checkpoint`.
-            ValueError: there are no tensors, or one is not a plain tensor, such as a DTensor.
-            RuntimeError: a signal handler calls it, and has interrupted this publisher.
+            ValueError: there are no tensors, or one is not a plain tensor, for example a DTensor.
+            RuntimeError: it is called by a signal handler that interrupted this publisher.
         """
         if self._turn.is_mine():
-            raise RuntimeError("this thread is publishing: a signal handler cannot do so, too")
+            raise RuntimeError("this thread is already publishing: a signal handler cannot do so, too")
         tensors = tensors_of(weights)
         with self._turn.take():
             store = self._open(sum(tensor.nbytes for tensor in tensors.values()))
@@ -227,8 +228,8 @@ class Publisher:
             return store.save_checkpoint(tensors, step, blocking=False, stage=stage, **how)
 
     def close(self) -> None:
-        """Closes the store, if the publisher opened it, and then the socket. Closing the store
-        waits for what is being published.
+        """Close the store, if the publisher opened it, and then the socket. Closing the store waits
+        for the running publication.
         """
         try:
             if self._store is not None and self._own:
@@ -246,7 +247,7 @@ class Publisher:
                     self._empty()
 
     def _empty(self) -> None:
-        """Deletes what the store in memory holds: nobody else can reach it."""
+        """Delete the contents of the store in memory, which nobody else can reach."""
         with contextlib.suppress(S4Error), CheckpointStore(self._url) as store:
             native = store._open("open")
             native.retire([entry.id for entry in store.list()], "closed")
@@ -289,10 +290,10 @@ class Publisher:
                 self._server.refresh()
         except Exception as error:  # It is published; subscribers see it with the next step.
             url = None if self._store is None else self._store.url
-            logger.warning("%s: subscribers were not told of step %d: %s", url, entry.step, error)
+            logger.warning("%s: could not notify subscribers of step %d: %s", url, entry.step, error)
 
     def _sweep(self, store: CheckpointStore) -> None:
-        """Deletes what a base has replaced; called in the publisher's turn, while no save is running."""
+        """Delete checkpoints replaced by a base. Called in the publisher's turn, while no save is running."""
         if not self._sweeps:
             return
         self._sweeps = False
@@ -301,7 +302,7 @@ class Publisher:
             # read asks again.
             store._open("open").sweep(0.0, True, False)
         except S4Error as error:
-            logger.warning("%s: what was replaced is still stored: %s", store.url, error)
+            logger.warning("%s: could not delete replaced checkpoints: %s", store.url, error)
 
 
 @dataclass(frozen=True)
@@ -311,11 +312,11 @@ class Update:
     Attributes:
         step: the step whose weights the subscriber now has.
         id: the id of that step's checkpoint.
-        deltas: how many deltas were applied; 0 if the weights were read from a base.
-        bytes: the stored size of everything that was read.
-        raw_bytes: the size of the weights in memory.
-        why_base: why the update started from a base; ``None`` if it did not.
-        seconds: how long the update took.
+        deltas: number of deltas applied; 0 if the weights were read from a base.
+        bytes: stored size of all data that was read.
+        raw_bytes: size of the weights in memory.
+        why_base: the reason if the update started from a base; otherwise ``None``.
+        seconds: duration of the update.
     """
 
     step: int
@@ -371,19 +372,19 @@ class _Stored:
 
 
 class Subscriber:
-    """Keeps weights up to date with what was published last.
+    """Keeps weights up to date with the latest published weights.
 
-    Only one thread at a time changes the weights. The caller must ensure that nobody uses them
-    meanwhile.
+    Only one thread at a time changes the weights. The caller must ensure that nobody uses them at
+    the same time.
 
     Args:
         source: the folder or URL of a store, or the address that a `Publisher` listens at.
-        weights: a module, or containers of tensors, with the same tensors as are published. They
-            are updated in place; host memory is needed only for tensors that are not contiguous,
-            and for those on devices that s4weights does not decode on.
-        timeout: seconds for which a source that does not answer is retried.
+        weights: a module, or containers of tensors, with the same tensors as the published weights.
+            They are updated in place; additional host memory is only needed for tensors that are
+            not contiguous, and for those on devices that s4weights cannot decode on.
+        timeout: seconds for which a source that does not respond is retried.
         threads: as in `load`.
-        device: as in `load`, and so are ``gpu_scratch`` and ``storage_options``.
+        device: as in `load`, like ``gpu_scratch`` and ``storage_options``.
     """
 
     def __init__(
@@ -404,7 +405,7 @@ class Subscriber:
         self._source: _Source
         if is_address(text):
             if storage_options:
-                raise ValueError("storage_options: only for a store")
+                raise ValueError("storage_options: only supported for a store")
             self._source = Client(text, timeout, threads)
         else:
             options: dict[str, Any] = {"storage_options": storage_options, "read_only": True}
@@ -418,14 +419,14 @@ class Subscriber:
 
     @property
     def step(self) -> int | None:
-        """The step whose values the weights hold; ``None`` before the first update, and after one
+        """The step whose values the weights have. ``None`` before the first update, and after one
         that failed halfway.
         """
         held = self._held
         return None if held is None else held.entry.step
 
     def close(self) -> None:
-        """Closes the source. The weights stay as they are."""
+        """Close the source. The weights keep their values."""
         self._source.close()
 
     def __enter__(self) -> Subscriber:
@@ -435,27 +436,28 @@ class Subscriber:
         self.close()
 
     def apply_delta(self, step: int | None = None, *, wait: float = 0.0) -> Update | None:
-        """Brings the weights to what was published last, or to a given step.
+        """Update the weights to the latest published step, or to a given step.
 
         Args:
-            step: the training step, which may be an earlier one; ``None``: the newest.
+            step: the training step, which may be an earlier one. ``None`` means the newest.
             wait: seconds to wait for something new.
 
         Returns:
-            What was done; ``None`` if there was nothing to do. Tensors that were replaced or moved
-            since the last call are filled, even if nothing new was published.
+            A description of the update, or ``None`` if there was nothing to do. Tensors that were
+            replaced or moved since the last call are filled, even if nothing new was published.
 
         Raises:
-            RuntimeError: a signal handler calls it, and has interrupted an update.
-            NotFoundError: that step is not listed.
-            MismatchError: the tensors do not match those that are published; none was touched.
+            RuntimeError: it is called by a signal handler that interrupted an update.
+            NotFoundError: the step is not listed.
+            MismatchError: the tensors do not match the published ones. No tensor was changed.
             CorruptDataError: a published checkpoint is damaged.
-            StorageError: the source does not answer.
-            After the last two the weights are unspecified, and the next call reads all of them.
+            StorageError: the source does not respond.
+            After the last two errors, the values of the weights are undefined, and the next call
+            reads all of them.
         """
         check_seconds("wait", wait)
         if self._turn.is_mine():
-            raise RuntimeError("this thread is updating the weights: a signal handler cannot do so, too")
+            raise RuntimeError("this thread is already updating the weights: a signal handler cannot do so, too")
         end = time.monotonic() + wait
         while True:
             held = self._held
@@ -490,7 +492,7 @@ class Subscriber:
         if not wanted:
             if step is None:
                 return None
-            raise NotFoundError(2, f"no checkpoint of step {step}", self._source.name)
+            raise NotFoundError(2, f"no checkpoint for step {step}", self._source.name)
         held, target = self._held, wanted[-1]
         if held is not None and held.entry.id == target.id and not self._weights.replaced():
             return None
@@ -504,7 +506,7 @@ class Subscriber:
         start, held = time.perf_counter(), self._held
         ids = [entry.id for entry in chain]
         if held is None:
-            why: str | None = "there were no weights yet"
+            why: str | None = "no weights were loaded before"
         elif held.entry.id not in ids:
             why = f"step {held.entry.step} is not in the chain of step {target.step}"
         else:
@@ -519,7 +521,7 @@ class Subscriber:
             with recorder.stage("read"):
                 self._weights.read(reader)
             self._held = _Held(target, reader.digests()[0])
-            logger.info("%s: step %d from its base: %s", self._source.name, target.step, why)
+            logger.info("%s: loaded step %d from its base: %s", self._source.name, target.step, why)
         stored = sum(entry.bytes for entry in todo)
         recorder.stored_bytes, recorder.chain = stored, len(todo)
         return Update(
@@ -535,7 +537,7 @@ class Subscriber:
     def _apply(
         self, held: _Held, todo: list[CheckpointEntry], chain: list[CheckpointEntry]
     ) -> str | None:
-        """Applies deltas, one after the other. If that is not possible, returns the reason."""
+        """Apply deltas, one after the other. If that is not possible, return the reason."""
         if self._weights.replaced():
             return "tensors were replaced, converted or moved"
         for entry in todo:
@@ -545,14 +547,14 @@ class Subscriber:
                 return f"step {entry.step} has other tensors"
             # A base that replaced a delta has the same values, but a hash of its own.
             if parent != held.digest and held.entry.parent is not None:
-                return f"step {entry.step} is a delta of something else"
+                return f"step {entry.step} is a delta of another checkpoint"
             self._held = None
             upto = chain[: chain.index(entry) + 1]
             try:
                 self._weights.apply(reader, lambda: self._source.whole(upto, self._most()))  # noqa: B023
             except CorruptDataError as error:
-                logger.warning("%s: reading everything again: %s", self._source.name, error)
-                return f"the weights were not those of step {held.entry.step}, or it is damaged"
+                logger.warning("%s: reading all weights again: %s", self._source.name, error)
+                return f"the weights did not match step {held.entry.step}, or the delta is damaged"
             self._held = held = _Held(entry, own)
         return None
 

@@ -92,7 +92,7 @@ impl Sources {
         self.change(|list| {
             let mut places = places.into_iter();
             for s in list.iter_mut().filter(|s| s.device().is_some()) {
-                let copies = "a copy of each value on a device expected";
+                let copies = "expected a copy of each value on a device";
                 let (address, place) =
                     places.next().ok_or_else(|| PyValueError::new_err(copies))?;
                 (s.address, s.place, s.fixed) = (address, Some(place), place.0 >= 0);

@@ -96,14 +96,14 @@ def test_the_newest_of_a_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return {"step": step, "path": str(file), "tier": "staged", "skipped": ["a damaged one"]}
 
     monkeypatch.setattr(store.runner, "_request", answer)
-    with pytest.warns(UserWarning, match="passed over: a damaged one") as warned:
+    with pytest.warns(UserWarning, match="skipped: a damaged one") as warned:
         found = load_found(store, None)
     assert warned[0].filename == __file__
     assert found is not None and found[0] == 2 and found[1]["w"].tolist() == [2.0] * 3
-    with pytest.warns(UserWarning, match="passed over") as warned:
+    with pytest.warns(UserWarning, match="skipped") as warned:
         assert store.load_checkpoint()["w"].tolist() == [2.0] * 3
     assert warned[0].filename == __file__
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped"):
         found = load_found(store, 1)
     assert found is not None and found[0] == 1
     assert requests == [{}, {}, {"step": 1}] and not file.exists()
@@ -125,7 +125,7 @@ def test_a_restored_file_that_is_out_of_sight_is_not_taken_for_no_checkpoint(
         return {"step": 4, "path": str(file), "tier": "staged", "skipped": []}
 
     monkeypatch.setattr(store.runner, "_request", answer)
-    with pytest.raises(s4weights.StorageError, match="does not see") as raised:
+    with pytest.raises(s4weights.StorageError, match="cannot see") as raised:
         load_found(store, None)
     assert raised.value.filename == str(file)
     assert not isinstance(raised.value, s4weights.NotFoundError)

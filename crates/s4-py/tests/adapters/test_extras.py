@@ -34,7 +34,7 @@ def test_an_adapter_without_its_framework(name: str, monkeypatch: pytest.MonkeyP
     before = {*sys.modules}
     with pytest.raises(
         ImportError,
-        match=rf"{module} needs .*: in a checkout, pip install '\./crates/s4-py\[{name}\]'$",
+        match=rf"{module} needs .*: in a checkout, run pip install '\./crates/s4-py\[{name}\]'$",
     ):
         importlib.import_module(module)
     # The error comes before anything large is imported.

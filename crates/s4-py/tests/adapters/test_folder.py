@@ -71,7 +71,7 @@ def test_names_that_lead_elsewhere(name: str, tmp_path: Path) -> None:
     store.save_checkpoint(state, 1)
     (tmp_path / "kept").mkdir()
     with pytest.raises(
-        s4weights.CorruptDataError, match=r"step newest: .* is not a name of a file"
+        s4weights.CorruptDataError, match=r"step newest: .* is not a valid name of a file"
     ):
         restore_folder(store, tmp_path / "kept")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "store"]

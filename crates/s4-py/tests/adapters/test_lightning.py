@@ -319,7 +319,7 @@ def test_until_a_save_is_done_its_path_leads_to_the_one_before(how: str, tmp_pat
         last.symlink_to(paths[step].name)
         io.remove_checkpoint(paths[step - 1])
         # As a process that resumes after this one was killed.
-        with pytest.warns(UserWarning, match=r"last\.ckpt: its save did not end"):
+        with pytest.warns(UserWarning, match=r"last\.ckpt: its save did not finish"):
             found = checkpoint_io(how, tmp_path).load_checkpoint(last)
         assert found["global_step"] == step - 1
         gate.open.set()
@@ -344,7 +344,7 @@ def test_the_path_of_a_save_that_failed_leads_to_the_one_before(how: str, tmp_pa
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         io.save_checkpoint(unsaved, second)
         io.teardown()
-    with pytest.warns(UserWarning, match="its save did not end"):
+    with pytest.warns(UserWarning, match="its save did not finish"):
         assert io.load_checkpoint(second)["global_step"] == 0
     # No file stands in for a save that did not even begin.
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):

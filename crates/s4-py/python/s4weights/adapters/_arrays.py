@@ -12,8 +12,8 @@ from .._errors import UnsupportedFormatError
 
 
 def to_torch(values: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A copy of an array as a tensor; if PyTorch has no such dtype, of its bytes, in one more
-    dimension.
+    """Return a copy of an array as a tensor. If PyTorch does not have the dtype, return its bytes,
+    with one more dimension.
 
     Raises:
         UnsupportedFormatError: an array of strings, bytes, records or objects.
@@ -25,7 +25,7 @@ def to_torch(values: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(values)
     except TypeError:
         if not _has_name(values.dtype):
-            raise UnsupportedFormatError(f"an array of dtype {values.dtype}: not numbers") from None
+            raise UnsupportedFormatError(f"unsupported array dtype {values.dtype}: not numbers") from None
         raw = torch.frombuffer(bytearray(values.tobytes() or b"\0"), dtype=torch.uint8)
         return raw[: values.nbytes].clone().reshape(*values.shape, values.itemsize)
 

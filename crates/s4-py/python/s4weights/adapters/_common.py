@@ -25,7 +25,7 @@ _EXTENSIONS = re.compile(r"(?:\.(?:s4w|ckpt|pt2?|pth|bin|safetensors|h5|keras|zi
 
 
 def require(extra: str, minimum: str, *distributions: str) -> None:
-    """Raises `ImportError` unless one of these packages is installed, of that version or later."""
+    """Raise `ImportError` unless one of these packages is installed, of that version or later."""
     how = f"s4weights.adapters.{extra} needs {distributions[0]} {minimum} or later"
     found = None
     for distribution in distributions:
@@ -36,7 +36,7 @@ def require(extra: str, minimum: str, *distributions: str) -> None:
         if _numbers(found.rpartition(" ")[2]) >= _numbers(minimum):
             return
     has = "" if found is None else f" ({found} is installed)"
-    raise ImportError(f"{how}{has}: in a checkout, pip install './crates/s4-py[{extra}]'")
+    raise ImportError(f"{how}{has}: in a checkout, run pip install './crates/s4-py[{extra}]'")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def as_store(store: Store, options: dict[str, Any]) -> CheckpointStore:
-    """The store that an adapter was given, or the one that its arguments describe."""
+    """Return the store passed to an adapter, or the one described by its arguments."""
     if isinstance(store, CheckpointStore):
         if options:
             raise TypeError(f"{', '.join(options)}: not allowed with an existing store")
@@ -55,9 +55,9 @@ def as_store(store: Store, options: dict[str, Any]) -> CheckpointStore:
 
 
 def load_found(store: CheckpointStore, step: int | None) -> tuple[int, Any] | None:
-    """A checkpoint with its step, loaded to the CPU. ``step`` ``None`` means the newest one, if there is any. Waits for
-    background saves to the same place, also those of other stores of this process: ``restore("runs/a")`` is to find
-    what ``StoreCallback("runs/a")`` saves.
+    """Return a checkpoint, loaded to the CPU, with its step. ``step=None`` means the newest one, if
+    there is any. Waits for background saves to the same place, including those of other stores in
+    this process, so that ``restore("runs/a")`` finds what ``StoreCallback("runs/a")`` saves.
     """
     settle(store)
     if step is None and store.runner is not None:
@@ -72,7 +72,7 @@ def load_found(store: CheckpointStore, step: int | None) -> tuple[int, Any] | No
 
 
 def settle(store: CheckpointStore) -> None:
-    """Waits for background saves to the place of a store. Raises the error of the store's own one;
+    """Wait for background saves to the place of a store. Raises the error of the store's own one;
     those of other stores are for their users.
     """
     store._settle()
@@ -96,7 +96,7 @@ def place(url: str) -> str:
 def load_by_id(
     store: CheckpointStore, id: str, map_location: Any = "cpu", weights_only: bool | None = None
 ) -> Any:
-    """Loads the checkpoint of an id: the store's or, with a runner, that of its submission."""
+    """Load the checkpoint of an id: the store's or, with a runner, that of its submission."""
     try:
         return store.load_checkpoint(id, map_location, weights_only=weights_only)
     except NotFoundError:
@@ -110,7 +110,7 @@ def load_by_id(
 
 @contextlib.contextmanager
 def restored_file(store: CheckpointStore, step: int | None) -> Iterator[tuple[int, Path] | None]:
-    """A checkpoint as a file of the store's runner, with its step; ``None`` if there is none.
+    """A checkpoint as a file of the store's runner, with its step, or ``None`` if there is none.
 
     Raises:
         StorageError: this process does not see the file. That must not look as if there were no
@@ -123,7 +123,7 @@ def restored_file(store: CheckpointStore, step: int | None) -> Iterator[tuple[in
         with contextlib.suppress(NotFoundError):
             restored = until_loaded.enter_context(store.runner.restored_step(step, stacklevel=7))
         if restored is not None and not restored[1].exists():
-            what = "the runner has restored a checkpoint to a file that this process does not see"
+            what = "the runner restored a checkpoint to a file that this process cannot see"
             raise StorageError(errno.ENOENT, what, str(restored[1]))
         yield restored
 
@@ -131,7 +131,7 @@ def restored_file(store: CheckpointStore, step: int | None) -> Iterator[tuple[in
 def first_decides(
     work: Callable[[], Any], is_first: bool, broadcast: Callable[[list[Any]], object]
 ) -> Any:
-    """Runs ``work`` in the first process; returns its result, or raises its error, in all of them.
+    """Run ``work`` in the first process; return its result, or raise its error, in all of them.
     ``broadcast`` fills the other processes' lists with the first one's.
     """
     outcome: list[Any] = [None, None]
@@ -147,14 +147,14 @@ def first_decides(
 
 
 def step_in(path: str | os.PathLike[str]) -> int:
-    """The training step at the end of a path, as in ``checkpoint-500`` or ``epoch=1-step=20.ckpt``.
+    """Return the training step at the end of a path, as in ``checkpoint-500`` or ``epoch=1-step=20.ckpt``.
 
     Raises `ValueError` if there are no digits.
     """
     name = _EXTENSIONS.sub("", os.path.basename(os.fspath(path).rstrip("/")))
     found = re.search(r"(\d+)\D*$", name, re.ASCII)
     if found is None:
-        raise ValueError(f"{os.fspath(path)!r}: a name that ends with the training step expected")
+        raise ValueError(f"{os.fspath(path)!r}: expected a name that ends with the training step")
     return int(found.group(1))
 
 

@@ -1,10 +1,10 @@
 """Saves a folder of files as one checkpoint of a store.
 
-Tensors in ``.safetensors`` files, ``.s4w`` files and files of `torch.save` are stored as tensors,
-so that they are compressed as such and become deltas. Other files, and those that hold more than
-tensors and plain values, or that their readers do not take, are stored as bytes. Nothing is unpickled
-that ``weights_only=True`` does not allow. Links are followed; what they lead to is stored. Of
-permissions, only whether files are executable is kept.
+Tensors in ``.safetensors`` files, ``.s4w`` files and files written by `torch.save` are stored as
+tensors, so that they are compressed as tensors and can be stored as deltas. Other files, and those
+that contain more than tensors and plain values or cannot be read, are stored as bytes. Unpickling
+is limited to what ``weights_only=True`` allows. Links are followed, and their targets are stored.
+The only permission that is preserved is whether a file is executable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def save_folder(
     blocking: bool = True,
     **how: Any,
 ) -> Any:
-    """Saves a folder through `CheckpointStore.save_checkpoint`, with the arguments ``how``. Its
+    """Save a folder through `CheckpointStore.save_checkpoint`, with the arguments ``how``. Its
     files may be changed or deleted as soon as this returns.
     """
     packed = _pack(Path(folder))
@@ -55,7 +55,7 @@ def save_folder(
 def restore_folder(
     store: CheckpointStore, folder: str | os.PathLike[str], step: int | str | None = None
 ) -> None:
-    """Writes a folder that `save_folder` saved. It appears whole, and replaces an existing one."""
+    """Write a folder saved by `save_folder`. It appears complete, and replaces an existing one."""
     where = f"{store.url}: step {'newest' if step is None else step}"
     packed = load_by_id(store, step) if isinstance(step, str) else store.load_checkpoint(step, "cpu")
     write_folder(packed, folder, where)
@@ -89,7 +89,7 @@ def _pack(folder: Path) -> dict[str, Any]:
         else:
             files[name] = path
     if not files:
-        raise FileNotFoundError(f"{folder}: there are no files to save")
+        raise FileNotFoundError(f"{folder}: no files to save")
     about: Any = _VERSION
     executable = [n for n, path in files.items() if os.name == "posix" and path.stat().st_mode & 0o100]
     if empty or executable:
@@ -113,7 +113,7 @@ def _walk(folder: Path, above: frozenset[str]) -> Iterator[Path]:
             else:
                 yield path
         else:
-            what = "a link to nothing or to a folder around it, a pipe or a device"
+            what = "it is a broken link, a link to a parent folder, a pipe or a device"
             warnings.warn(f"{path}: not saved: {what}", stacklevel=2)
 
 
@@ -138,7 +138,7 @@ def _unpack(packed: Any, folder: Path, where: str) -> None:
         _check_name(name, where)
         path = folder / name
         if not path.is_file():
-            raise CorruptDataError(f"{where}: {name!r} is no file")
+            raise CorruptDataError(f"{where}: {name!r} is not a file")
         # Executable for those who may read it.
         mode = path.stat().st_mode
         path.chmod(mode | (mode & 0o444) >> 2)
@@ -151,21 +151,21 @@ def _more(about: dict[str, Any], where: str) -> tuple[list[str], list[str]]:
         raise UnsupportedFormatError(f"{where}: folder format version {version!r} is unknown")
     lists = [about.get("folders"), about.get("executable")]
     if not all(isinstance(names, list) and all(type(n) is str for n in names) for names in lists):
-        raise CorruptDataError(f"{where}: no lists of names")
+        raise CorruptDataError(f"{where}: the lists of folders and executable files are invalid")
     return about["folders"], about["executable"]
 
 
 def _check_name(name: str, where: str, kind: type[Exception] = CorruptDataError) -> None:
-    """Raises for names of files that would not be below the folder, or are not text."""
+    """Raise for names of files that would not be below the folder, or are not text."""
     parts = PurePosixPath(name).parts
     # On other systems these are characters as any others.
     leads_elsewhere = os.name == "nt" and any(c in name for c in "\\:")
     if not parts or name.startswith("/") or ".." in parts or "\0" in name or leads_elsewhere:
-        raise kind(f"{where}: {name!r} is not a name of a file in a folder")
+        raise kind(f"{where}: {name!r} is not a valid name of a file in the folder")
     try:
         name.encode()
     except UnicodeEncodeError:
-        raise kind(f"{where}: the name {name!r} is not UTF-8, and cannot be stored") from None
+        raise kind(f"{where}: the name {name!r} cannot be encoded as UTF-8") from None
 
 
 def _pack_file(path: Path) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _pack_file(path: Path) -> dict[str, Any]:
 
 
 def _read_s4w(path: Path) -> dict[str, Any] | None:
-    """The object and metadata of a ``.s4w`` file; ``None`` if it holds more, or cannot be read."""
+    """The object and metadata of a ``.s4w`` file, or ``None`` if it holds more, or cannot be read."""
     try:
         reader = require_s4w(open_source(str(path), None, None))
         if any(_has_blob(reader, name) for name in ("dcp", "stream")):
@@ -228,7 +228,7 @@ def _unpack_file(kept: Any, path: Path, where: str) -> None:
     elif form == ["bytes"]:
         path.write_bytes(bytes(kept["bytes"].numpy()))
     else:
-        raise CorruptDataError(f"{where}: stored in an unknown form: {form!r}")
+        raise CorruptDataError(f"{where}: unknown storage form {form!r}")
 
 
 def _read_safetensors(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Accelerate: what ``save_state`` saves, in a `CheckpointStore` or with weights as ``.s4w`` files.
+"""Accelerate: the output of ``save_state`` in a `CheckpointStore`, or with weights as ``.s4w`` files.
 
 ::
 
@@ -55,28 +55,28 @@ def save_state(
     blocking: bool = True,
     **options: Any,
 ) -> Pending[Any] | None:
-    """Saves what ``accelerator.save_state()`` saves as a checkpoint in a store.
+    """Save the output of ``accelerator.save_state()`` as a checkpoint in a store.
 
     All processes must call it. They write to one folder, on one machine or shared, which the first
     process then saves. The folder is temporary or, with ``automatic_checkpoint_naming``,
-    Accelerate's own, which is kept.
+    Accelerate's own folder, which is kept.
 
     Args:
         accelerator: the ``Accelerator``.
-        store: a `CheckpointStore`, or its folder or URL. Calls with the same accelerator, the same one
-            and the same options share a store, for as long as the accelerator exists.
+        store: a `CheckpointStore`, its folder or its URL. Calls with the same accelerator, store
+            and options share a store for as long as the accelerator exists.
         step: the training step.
         metrics: as in `CheckpointStore.save_checkpoint`.
-        tags: likewise.
+        tags: as in `CheckpointStore.save_checkpoint`.
         blocking: ``False`` saves in the background once the folder has been written and read.
         options: arguments of `CheckpointStore`, if ``store`` is not one.
 
     Returns:
-        In the first process, with ``blocking=False``: the `PendingSave`. Otherwise ``None``. If it
-        fails and nobody asks for its outcome, the next call with this store raises its error.
+        The `PendingSave` in the first process if ``blocking=False``; otherwise ``None``. If the
+        save fails and its result is never checked, the next call with this store raises its error.
 
     Raises:
-        StorageError: in every process, if the store cannot be written.
+        StorageError: the store cannot be written. Raised in every process.
         S4Error: any other failure.
     """
     _store_of(accelerator, store, options)  # Wrong arguments are an error before a folder is written.
@@ -105,20 +105,21 @@ def save_state(
 def load_state(
     accelerator: Any, store: Store, step: int | None = None, **options: Any
 ) -> int | None:
-    """Loads a checkpoint through ``accelerator.load_state()``. All processes must call it.
+    """Load a checkpoint with ``accelerator.load_state()``. All processes must call it.
 
     Args:
         accelerator: the ``Accelerator``, after ``prepare``.
         store: as in `save_state`.
-        step: which checkpoint; ``None``: the newest.
+        step: the training step. ``None`` means the newest checkpoint.
         options: arguments of `CheckpointStore`, if ``store`` is not one.
 
     Returns:
-        The step; ``None`` if none was given and the store has no checkpoint yet.
+        The step, or ``None`` if none was given and the store has no checkpoint yet.
 
     Raises:
-        NotFoundError: in every process: there is no such checkpoint.
-        CorruptDataError: likewise: the checkpoint, or one that it needs, is damaged.
+        NotFoundError: the checkpoint does not exist. Raised in every process.
+        CorruptDataError: the checkpoint, or another one that it needs, is damaged. Raised in every
+            process.
     """
 
     def read(kept: CheckpointStore) -> tuple[int, str] | None:
@@ -148,10 +149,11 @@ def load_state(
 
 
 def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
-    """Makes ``accelerator.save_state`` write weights as ``model.s4w`` (``model_1.s4w``...), and
-    ``load_state`` read them. Folders without such a file are loaded as before. Accelerate's own
-    files of the same weights, from an earlier save to the folder, are deleted; a folder that has
-    both is refused.
+    """Make ``accelerator.save_state`` and ``load_state`` write and read weights as ``.s4w`` files.
+
+    The files are ``model.s4w``, ``model_1.s4w`` and so on. Folders without such a file are loaded
+    as before. Accelerate's own files with the same weights, from an earlier save to the folder, are
+    deleted; loading a folder that has both raises an error.
 
     Optimizers, schedulers and random states have no hook: Accelerate writes them with `torch.save`.
 
@@ -160,7 +162,7 @@ def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
         options: arguments of `s4weights.save`, such as ``preset``.
 
     Returns:
-        Two handles; ``remove()`` of each removes its hook.
+        Two handles, whose ``remove()`` method removes the hook.
     """
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
@@ -181,7 +183,7 @@ def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
         for number in range(len(models)):
             for theirs in _theirs(input_dir, number):
                 # One is of an earlier save, made with or without the hooks.
-                raise ConflictError(f"{files[number]} and {theirs}: delete the older one")
+                raise ConflictError(f"both {files[number]} and {theirs} exist: delete the older one")
         for model, file in zip(models, files, strict=True):
             model.load_state_dict(load(file, "cpu"))
         models.clear()
@@ -212,7 +214,7 @@ def _theirs(folder: str | os.PathLike[str], number: int) -> list[str]:
 def _with_store(
     accelerator: Any, store: Store, options: dict[str, Any], work: Callable[[CheckpointStore], _T]
 ) -> _T:
-    """Calls a function with the store that a call named. If the store was recreated since the previous call, the
+    """Call a function with the store that a call named. If the store was recreated since the previous call, the
     function gets the new one.
     """
     found = _store_of(accelerator, store, options)

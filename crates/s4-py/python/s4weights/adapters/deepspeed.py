@@ -31,18 +31,20 @@ logger = logging.getLogger("s4weights")
 
 
 def use_s4weights(engine: Any, **options: Any) -> S4CheckpointEngine:
-    """Makes an engine of ``deepspeed.initialize`` save and load through an `S4CheckpointEngine`
-    with these options. DeepSpeed has no setting for it.
+    """Make a DeepSpeed engine save and load with an `S4CheckpointEngine` with these options.
+
+    DeepSpeed has no setting for this.
 
     Raises:
-        TypeError: it is not such an engine, or its own checkpoint engine decides which ranks write.
+        TypeError: it is not an engine from ``deepspeed.initialize``, or its own checkpoint engine
+            determines which ranks write.
     """
     before = getattr(engine, "checkpoint_engine", None)
     if not isinstance(before, CheckpointEngine):
-        raise TypeError(f"{type(engine).__name__}: an engine of deepspeed.initialize expected")
+        raise TypeError(f"expected an engine from deepspeed.initialize, not {type(engine).__name__}")
     if type(before).__name__ not in ("TorchCheckpointEngine", "S4CheckpointEngine"):
         raise TypeError(
-            f'{type(before).__name__}: remove "checkpoint": {{"writer"...}} from its JSON'
+            f'{type(before).__name__} is not supported: remove "checkpoint": {{"writer"...}} from the DeepSpeed JSON'
         )
     engine.checkpoint_engine = ours = S4CheckpointEngine(**options)
     return ours
@@ -55,11 +57,13 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     checkpoint.
 
     Args:
-        config_params: accepted because DeepSpeed passes it; not used.
+        config_params: not used; accepted because DeepSpeed passes it.
         blocking: ``False`` writes in the background until the next gradient accumulation boundary,
-            where DeepSpeed updates ``latest``. It does not do so after the very last step.
-        weights_only: refuse pickled code when loading. DeepSpeed does not, and its ZeRO states hold
-            objects of its own, which `torch.serialization.add_safe_globals` can allow.
+            where DeepSpeed updates ``latest``. After the very last step, DeepSpeed does not update
+            it.
+        weights_only: refuse pickled code when loading. DeepSpeed itself does not, and its ZeRO
+            states contain objects of its own classes, which `torch.serialization.add_safe_globals`
+            can allow.
         options: arguments of `s4weights.save`, such as ``preset``.
     """
 
@@ -92,7 +96,7 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._info, self._failed = (None if self._blocking else info), None
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
-        """Writes a file, or starts writing it in the background."""
+        """Write a file, or start writing it in the background."""
         try:
             if self._blocking:
                 save(state_dict, os.fspath(path), **self._options)
@@ -105,10 +109,10 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._failed = error
 
     def commit(self, info: Any) -> bool:
-        """Called on every rank after its files: returns once all ranks have written theirs.
+        """Called on every rank after its files. Returns once all ranks have written theirs.
 
         Raises:
-            S4Error: a rank could not; the message says which.
+            S4Error: a rank failed to write its files; the message contains the rank.
         """
         self._info = None
         pending, self._pending = self._pending, []
@@ -131,7 +135,7 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return True
 
     def load(self, path: str | os.PathLike[str], map_location: Any = None) -> Any:
-        """Loads a file of either format."""
+        """Load a file of either format."""
         status = os.stat(path)
         key = (os.fspath(path), status.st_mtime_ns, status.st_size)
         last, self._last = self._last, None
@@ -148,7 +152,7 @@ class S4CheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return not self._blocking
 
     def get_commit_info(self) -> Any:
-        """The checkpoint that is still to be committed; ``None`` if there is none."""
+        """The checkpoint that is still to be committed, or ``None`` if there is none."""
         return self._info
 
     def cleanup(self) -> None:

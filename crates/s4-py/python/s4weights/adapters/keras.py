@@ -1,4 +1,4 @@
-"""Keras: weights and optimizer of a model in a `CheckpointStore`, with any of its backends.
+"""Keras: saves the weights and optimizer of a model in a `CheckpointStore`, with any backend.
 
 ::
 
@@ -30,8 +30,8 @@ class StoreCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Saves a model and its optimizer after each epoch; the step is the number of epochs.
 
     Args:
-        store: a `CheckpointStore`, or its folder or URL.
-        every: epochs from one checkpoint to the next.
+        store: a `CheckpointStore`, its folder or its URL.
+        every: number of epochs between checkpoints.
         blocking: ``False`` saves in the background; the next save, or the end of the training,
             raises its error.
         options: arguments of `CheckpointStore`, if ``store`` is not one.
@@ -67,12 +67,12 @@ class StoreCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def restore(store: Store, model: Any, step: int | None = None, **options: Any) -> int:
-    """Loads a checkpoint of `StoreCallback` into a model that is compiled and built.
+    """Load a checkpoint saved by `StoreCallback` into a compiled and built model.
 
     Args:
         store: as in `StoreCallback`.
         model: a Keras model.
-        step: the number of epochs; ``None``: the newest.
+        step: the number of epochs. ``None`` means the newest checkpoint.
         options: as in `StoreCallback`.
 
     Returns:
@@ -80,7 +80,7 @@ def restore(store: Store, model: Any, step: int | None = None, **options: Any) -
         checkpoint yet.
 
     Raises:
-        NotFoundError: there is no such checkpoint.
+        NotFoundError: the checkpoint does not exist.
         MismatchError: it belongs to another model or optimizer.
     """
     kept = as_store(store, options)
@@ -92,8 +92,8 @@ def restore(store: Store, model: Any, step: int | None = None, **options: Any) -
 
 
 def get_state(model: Any) -> dict[str, Any]:
-    """Copies of all variables of a model, its layers' random seeds included, and of its optimizer's:
-    a dict that `s4weights.save` and stores take.
+    """Return copies of all variables of a model and its optimizer, including the random seeds of
+    layers, as a dict that `s4weights.save` and stores can save.
     """
     return {
         part: [
@@ -105,11 +105,13 @@ def get_state(model: Any) -> dict[str, Any]:
 
 
 def set_state(model: Any, state: dict[str, Any]) -> None:
-    """Assigns the values of `get_state` to the variables of a model, in order and not by name:
-    Keras gives the layers of two models different names.
+    """Assign the values from `get_state` to the variables of a model.
+
+    They are assigned in order, not by name, because Keras gives the layers of two models different
+    names.
 
     Raises:
-        MismatchError: the model has other variables.
+        MismatchError: the variables of the model are different.
     """
     for part, variables in _variables(model).items():
         kept = state.get(part, [])
@@ -119,9 +121,9 @@ def set_state(model: Any, state: dict[str, Any]) -> None:
             differ = next(
                 (i for i, (a, b) in enumerate(zip(has, wants, strict=False)) if a != b), None
             )
-            what = f"{len(has)} variables for {len(wants)}"
+            what = f"saved {len(has)} variables, expected {len(wants)}"
             if differ is not None:
-                what = f"{variables[differ].path}: saved {has[differ]}, wanted {wants[differ]}"
+                what = f"{variables[differ].path}: saved {has[differ]}, expected {wants[differ]}"
             raise MismatchError(f"{part}: {what}")
         for entry, variable in zip(kept, variables, strict=True):
             variable.assign(_array(entry))

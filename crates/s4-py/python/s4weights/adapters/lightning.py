@@ -1,4 +1,4 @@
-"""Lightning: checkpoints of a ``Trainer`` as ``.s4w`` files, or in a `CheckpointStore`.
+"""Lightning: saves checkpoints of a ``Trainer`` as ``.s4w`` files or in a `CheckpointStore`.
 
 ::
 
@@ -7,7 +7,7 @@
     trainer = Trainer(plugins=[StoreCheckpointIO("runs/a")])
     trainer.fit(model, ckpt_path="last")
 
-Works with ``lightning``, and with ``pytorch_lightning`` if that is what a program has imported.
+Works with ``lightning``, and with ``pytorch_lightning`` if the program has imported that.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Running(Protocol):
 
 
 class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Runs one save at a time, and afterwards removes what Lightning wants removed.
+    """Runs one save at a time, and then removes the checkpoints that Lightning wants to remove.
 
     Lightning assumes that a path exists once a save has returned: it links to it, and asks for it to
     choose the next name. So until a save in the background is done, its path has a small file that
@@ -92,7 +92,7 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads the checkpoint at a path, which may also be one that `torch.save` wrote.
+        """Load the checkpoint at a path, which may also have been written by `torch.save`.
 
         Lightning passes no ``map_location``, and moves the values itself: they are loaded to the
         CPU, as by its own plugin. On the devices that they were saved on, the ranks of one machine
@@ -103,7 +103,7 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint. While a save is running, which may replace it, this is postponed
+        """Remove a checkpoint. While a save is running, which may replace it, this is postponed
         until that has succeeded.
         """
         self._later.append(functools.partial(self._remove, os.fspath(path)))
@@ -111,7 +111,7 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
             self._settle()
 
     def teardown(self) -> None:
-        """Waits for the background save, and raises its error if it failed."""
+        """Wait for the background save, and raise its error if it failed."""
         self._settle()
 
     def _settle(self) -> None:
@@ -123,7 +123,7 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
             work()
 
     def _hold_place(self, path: str) -> bool:
-        """Before a save in the background begins: makes its path exist, if it is a local one. Returns
+        """Before a save in the background begins: make its path exist, if it is a local one. Return
         whether it did not exist.
         """
         if not _is_local_path(path):
@@ -138,7 +138,7 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
         return there is None and free
 
     def _free_place(self, path: str) -> None:
-        """Removes the file that held the place of a background save that has not even begun. Once the save's call has
+        """Remove the file that held the place of a background save that has not even begun. Once the save's call has
         returned, Lightning may have linked to the path: the file then stays, even if the save fails.
         """
         with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ class _CheckpointIO(CheckpointIO):  # type: ignore[misc]
                 self._forget(_Mark("", absolute(gone)))
 
     def _forget(self, removed: _Mark) -> None:
-        """Forgets a removed checkpoint, such as that of Lightning's search for a learning rate: it cannot stand in for
+        """Forget a removed checkpoint, such as that of Lightning's search for a learning rate: it cannot stand in for
         a later one.
         """
         if self._before == removed:
@@ -182,7 +182,7 @@ class FileCheckpointIO(_CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Saves to a path or URL; ``storage_options`` are those of the object store."""
+        """Save to a path or URL; ``storage_options`` are those of the object store."""
         self._settle()
         target = os.fspath(path)
         options = {**self._options}
@@ -226,9 +226,9 @@ class FileCheckpointIO(_CheckpointIO):
 class StoreCheckpointIO(_CheckpointIO):
     """Checkpoints in a `CheckpointStore`, most as deltas of an earlier one.
 
-    The paths that Lightning chooses get small files that name the checkpoints, so that
-    ``ckpt_path="last"``, ``"best"`` or a path find them. What Lightning removes is deleted from the
-    store, once no other checkpoint is a delta of it.
+    Small files at the paths that Lightning chooses refer to the checkpoints, so that
+    ``ckpt_path="last"``, ``"best"`` or a path find them. Checkpoints that Lightning removes are
+    deleted from the store, once no other checkpoint is a delta of them.
 
     Args:
         store: a `CheckpointStore`, or its folder or URL.
@@ -250,11 +250,11 @@ class StoreCheckpointIO(_CheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Saves as the checkpoint's ``global_step`` or, without one, the step that its path ends
-        with. Without either it is written to the path, as a ``.s4w`` file.
+        """Save under the checkpoint's ``global_step`` or, if it has none, the step at the end of
+        the path. Without either, write it to the path as a ``.s4w`` file.
         """
         if storage_options is not None:
-            raise TypeError("storage_options: give them to the store")
+            raise TypeError("storage_options: pass them to the store")
         self._settle()
         name = os.fspath(path)
         step = checkpoint.get("global_step")
@@ -291,7 +291,7 @@ class StoreCheckpointIO(_CheckpointIO):
             self._settle()
 
     def _save_file(self, state: Any, path: str) -> None:
-        """Saves a state that is no checkpoint of the training, such as launchers' weights."""
+        """Save a state that is not a training checkpoint, such as the weights passed on by launchers."""
         fs, name = _make_folder(path)
         if _is_local(fs):
             save(state, name)
@@ -300,8 +300,8 @@ class StoreCheckpointIO(_CheckpointIO):
                 save(state, file)
 
     def restore(self, folder: str | os.PathLike[str], step: int | None = None) -> str:
-        """Writes the small file for a checkpoint of the store (the newest if no step is given), on
-        a machine that does not have that file. Returns its path, for ``ckpt_path=``. With a runner
+        """Write the small file for a checkpoint of the store (the newest if no step is given), on
+        a machine that does not have that file. Return its path, for ``ckpt_path=``. With a runner
         the file is the checkpoint itself: the newest may not be in the store yet.
         """
         if self.store.runner is not None:
@@ -344,7 +344,7 @@ class StoreCheckpointIO(_CheckpointIO):
             self._delete(id)
 
     def _delete(self, id: str) -> None:
-        """Deletes a checkpoint, and those that could not be deleted earlier."""
+        """Delete a checkpoint, and those that could not be deleted earlier."""
         self._unwanted.append(id)
         for unwanted in reversed(self._unwanted.copy()):
             if self._is_on_its_way(unwanted):
@@ -359,7 +359,7 @@ class StoreCheckpointIO(_CheckpointIO):
                 # Only the runner needs to be able to write to the store.
                 if self.store.runner is None:
                     raise
-                warnings.warn(f"{unwanted} stays in the store: {error}", UserWarning, stacklevel=2)
+                warnings.warn(f"could not delete {unwanted} from the store: {error}", UserWarning, stacklevel=2)
             self._unwanted.remove(unwanted)
             self._forget(_Mark(absolute(self.store.url), unwanted))
 
@@ -412,15 +412,15 @@ def load_from_checkpoint(
     store: CheckpointStore | None = None,
     **arguments: Any,
 ) -> Any:
-    """``module.load_from_checkpoint(path, **arguments)`` for what these classes have saved.
+    """Call ``module.load_from_checkpoint(path, **arguments)`` for a checkpoint saved by these classes.
 
-    Lightning's method would read the file itself, with `torch.load`. This passes it the checkpoint
-    as a stream in host memory, which takes twice the checkpoint's size.
+    Lightning's method reads the file itself, with `torch.load`. This function passes it the
+    checkpoint as a stream in host memory, which takes twice the checkpoint's size.
 
     Args:
         module: a `LightningModule` class.
-        path: the path that Lightning chose for the checkpoint.
-        store: the store that has the checkpoint, if it can only be opened with options.
+        path: the path of the checkpoint, as chosen by Lightning.
+        store: the store that contains the checkpoint, if it can only be opened with options.
         arguments: arguments of the method.
     """
     checkpoint = _load(os.fspath(path), store, "cpu", arguments.get("weights_only"))
@@ -474,7 +474,7 @@ def _load(
     mark = _mark_at(path)
     if mark is not None and mark.pending:
         warnings.warn(
-            f"{path}: its save did not end; loading the checkpoint that was saved before, {mark.id}",
+            f"{path}: its save did not finish; loading the previous checkpoint, {mark.id}",
             UserWarning,
             stacklevel=3,
         )
@@ -492,14 +492,14 @@ def _load(
 
 
 def _make_folder(path: str) -> tuple[Any, str]:
-    """Makes the folder that a file goes to; returns its file system, and the file's name there."""
+    """Make the folder that a file goes to; return its file system, and the file's name there."""
     fs, name = fsspec.core.url_to_fs(path)
     fs.makedirs(os.path.dirname(name), exist_ok=True)
     return fs, name
 
 
 def _is_local_path(path: str) -> bool:
-    """Whether it is a path or a ``file:`` URL, found out without the library of an object store."""
+    """Whether it is a path or a ``file:`` URL, determined without the library of an object store."""
     return fsspec.utils.get_protocol(path) in ("file", "local")
 
 

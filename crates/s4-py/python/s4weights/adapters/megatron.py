@@ -34,10 +34,10 @@ _COMMON = "common_state"
 
 
 class SaveStrategy(_strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves the tensors of a checkpoint folder to a store, as the step that its name ends with.
+    """Saves the tensors of a checkpoint folder to a store, under the step at the end of its name.
 
-    The folder keeps what Megatron-Core looks for there: ``metadata.json``, which commits it, and
-    ``common.pt`` with what is not sharded.
+    The folder keeps the files that Megatron-Core expects there: ``metadata.json``, which commits
+    it, and ``common.pt``, with the data that is not sharded.
 
     Args:
         store: a `CheckpointStore`, or its folder or URL.
@@ -71,17 +71,17 @@ class SaveStrategy(_strategies.TorchDistSaveShardedStrategy):  # type: ignore[mi
     def async_save(
         self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "nvrx"
     ) -> Any:
-        """Called for a background save: saves before it returns; only the commit is left then."""
+        """Called for a background save. Saves before it returns, so that only the commit remains."""
         self.save(sharded_state_dict, checkpoint_dir)
         return AsyncRequest(None, (), [])
 
 
 class LoadStrategy(_strategies.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads what `SaveStrategy` saved, with any number of ranks.
+    """Loads a checkpoint saved by `SaveStrategy`, with any number of ranks.
 
     Args:
         store: as in `SaveStrategy`.
-        options: likewise.
+        options: as in `SaveStrategy`.
     """
 
     def __init__(self, store: Store, **options: Any) -> None:
@@ -96,20 +96,18 @@ class LoadStrategy(_strategies.TorchDistLoadShardedStrategy):  # type: ignore[mi
             return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
 
     def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> Any:
-        """Shapes and dtypes of what is stored."""
+        """Return the shapes and dtypes of the stored tensors."""
         with self._reading(checkpoint_dir):
             return super().load_tensors_metadata(checkpoint_dir, metadata)
 
     def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
-        """As `load_tensors_metadata`, including objects that are not tensors."""
+        """Like `load_tensors_metadata`, including objects that are not tensors."""
         with self._reading(checkpoint_dir):
             return super().load_sharded_metadata(checkpoint_dir)
 
     @contextlib.contextmanager
     def _reading(self, checkpoint_dir: Any) -> Iterator[None]:
-        """Makes Megatron-Core's strategy read the store: replaces the function that it gets its
-        reader from.
-        """
+        """Make Megatron-Core's strategy read the store: replace the function that it gets its reader from."""
         reader = StorageReader(self.store, step=step_in(checkpoint_dir))
         before = _strategies._get_filesystem_reader
         _strategies._get_filesystem_reader = lambda *_, **__: reader

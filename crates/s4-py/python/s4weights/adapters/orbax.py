@@ -1,4 +1,4 @@
-"""Orbax: items of a ``CheckpointManager`` as ``.s4w`` files, for JAX.
+"""Orbax: saves items of a ``CheckpointManager`` as ``.s4w`` files, for JAX.
 
 ::
 
@@ -37,9 +37,9 @@ _PRIMARY = 0
 
 
 class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Keeps a PyTree in one ``.s4w`` file. Steps, retention, commits and background saves are
-    Orbax's. It requires that one process can reach all arrays, however they are sharded. With several
-    processes the first one writes.
+    """Keeps a PyTree in one ``.s4w`` file. Orbax handles steps, retention, commits and background
+    saves. One process must be able to access all arrays, however they are sharded. With several
+    processes, the first one writes.
 
     Args:
         options: arguments of `s4weights.save`, such as ``preset``.
@@ -69,7 +69,7 @@ class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         """Called by Orbax: reads a tree.
 
         Raises:
-            MismatchError: it does not have the structure, shapes and dtypes of ``args``.
+            MismatchError: its structure, shapes or dtypes differ from those of ``args``.
         """
         packed = load(str(directory / _FILE), "cpu")
         return _unpack(packed, None if args is None else args.item, str(directory))
@@ -85,9 +85,10 @@ class S4Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
             ``None``.
 
     Raises:
-        UnsupportedFormatError: it has other leaves or, with several processes, arrays that need not be
-            the same in all of them. This is raised before Orbax begins to save: an error in the middle
-            leaves a thread of Orbax's behind, for which the interpreter waits at its exit.
+        UnsupportedFormatError: it has other leaves or, with several processes, arrays that may
+            differ between them. This is raised before Orbax starts to save: an error in the middle
+            of a save would leave a thread of Orbax running, and the interpreter would wait for it
+            at exit.
     """
 
     item: Any
@@ -103,9 +104,10 @@ class S4Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """The tree to restore.
 
     Attributes:
-        item: a PyTree of the saved structure. Its arrays, or the ``jax.ShapeDtypeStruct`` in their
-            place, say where to put each. ``None``: the result is a dict from each leaf's path
-            (``"['params']['w']"``) to its value, with arrays on the default device.
+        item: a PyTree with the saved structure. Its arrays, or ``jax.ShapeDtypeStruct`` objects in
+            their place, determine where to put each array. With ``None``, the result is a dict from
+            each leaf's path (``"['params']['w']"``) to its value, with arrays on the default
+            device.
     """
 
     item: Any = None
@@ -130,7 +132,7 @@ def _check_leaf(leaf: Any, path: Any) -> None:
             what = "is on devices of other processes: gather it, or use Orbax's own handler"
         elif leaf.is_fully_addressable and jax.process_count() > 1:
             # Only that of the first process would be saved, and replace all others at a restore.
-            what = "is on devices of one process, and may differ in others: replicate it over all"
+            what = "is on devices of one process and may differ in others: replicate it across all processes"
         if what is not None:
             raise UnsupportedFormatError(f"{where} {what}")
     elif isinstance(leaf, (np.ndarray, np.generic)):
@@ -140,7 +142,7 @@ def _check_leaf(leaf: Any, path: Any) -> None:
             raise UnsupportedFormatError(f"{where}: {error}") from None
     elif not (leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes))):
         raise UnsupportedFormatError(
-            f"{where}: {type(leaf).__name__}: an array or a plain value expected"
+            f"{where}: expected an array or a plain value, not {type(leaf).__name__}"
         )
 
 
@@ -167,7 +169,7 @@ def _unpack(packed: dict[str, Any], item: Any, where: str) -> Any:
     wanted = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
     if wanted.keys() != packed.keys():
         missing, more = [*(wanted.keys() - packed.keys())], [*(packed.keys() - wanted.keys())]
-        raise MismatchError(f"{where}: not saved: {missing}; saved, not wanted: {more}")
+        raise MismatchError(f"{where}: missing in the checkpoint: {missing}; unexpected in the checkpoint: {more}")
     found = [_unpack_leaf(packed[path], leaf, path, where) for path, leaf in wanted.items()]
     return jax.tree_util.tree_unflatten(structure, found)
 
@@ -184,7 +186,7 @@ def _unpack_leaf(kept: dict[str, Any], like: Any, path: str, where: str) -> Any:
     if like is not None and hasattr(like, "shape"):
         has, wants = ((tuple(of.shape), _dtype(of.dtype)) for of in (values, like))
         if has != wants:
-            raise MismatchError(f"{where}: {path}: saved {has}, wanted {wants}")
+            raise MismatchError(f"{where}: {path}: saved {has}, expected {wants}")
     if kind == "jax":
         return jax.device_put(values, getattr(like, "sharding", None))
     return values if kind == "numpy" else values[()]

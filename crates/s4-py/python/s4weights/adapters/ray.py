@@ -1,4 +1,4 @@
-"""Ray Train: an upload function that puts the checkpoints that workers report into stores.
+"""Ray Train: an upload function that saves the checkpoints reported by workers to stores.
 
 ::
 
@@ -32,10 +32,12 @@ __all__ = ["StoreUpload", "restored"]
 
 
 class StoreUpload:
-    """A ``checkpoint_upload_fn`` for ``ray.train.report``: saves each reported folder to a store,
-    most of it as deltas. Ray only keeps a small folder that names the checkpoint.
+    """A ``checkpoint_upload_fn`` for ``ray.train.report`` that saves each reported folder to a store.
 
-    Each worker that reports checkpoints has a store of its own, ``rank-0`` and so on, below the URL.
+    Most of the data is stored as deltas. Ray only keeps a small folder that refers to the
+    checkpoint.
+
+    Each worker that reports checkpoints has its own store, ``rank-0`` and so on, below the URL.
 
     Args:
         store: the folder or URL below which the stores are, or a `CheckpointStore` there.
@@ -78,18 +80,18 @@ class StoreUpload:
 
 @contextlib.contextmanager
 def restored(checkpoint: Any, rank: int | None = None, **options: Any) -> Iterator[Path]:
-    """Restores the folder that a worker reported as a temporary folder, given the checkpoint that
-    Ray kept.
+    """Restore a folder reported by a worker to a temporary folder, given the checkpoint kept by Ray.
 
     Args:
-        checkpoint: from ``ray.train.get_checkpoint()``, or that of a result.
-        rank: the rank of the worker that reported it; ``None``: this worker's, or 0 if this worker
+        checkpoint: the checkpoint from ``ray.train.get_checkpoint()`` or from a result.
+        rank: the rank of the worker that reported it. ``None`` means this worker's, or 0 if this worker
             reported nothing.
-        options: arguments of `CheckpointStore`, to open the store. What a runner has not yet made
-            durable is found with its ``runner``.
+        options: arguments of `CheckpointStore` to open the store. Pass ``runner`` to find
+            checkpoints that a runner has not made durable yet.
 
     Raises:
-        NotFoundError: Ray's checkpoint does not name one of a store, or the store does not have it.
+        NotFoundError: Ray's checkpoint does not refer to a checkpoint in a store, or the store does
+            not contain it.
     """
     with checkpoint.as_directory() as kept, tempfile.TemporaryDirectory() as temporary:
         wanted = [rank] if rank is not None else [_this_rank(), 0]

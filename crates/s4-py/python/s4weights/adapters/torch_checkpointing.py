@@ -51,14 +51,14 @@ def _local() -> StorageConfig:
 
 @dataclass
 class S4StorageConfig(StorageConfig):  # type: ignore[misc]
-    """Makes an `S4Storage`; it can be pickled.
+    """The configuration of an `S4Storage`. It can be pickled.
 
     Attributes:
-        inner: the storage that holds the files.
+        inner: the storage that contains the files.
         preset: as in `s4weights.save`.
-        threads: likewise.
-        weights_only: refuse files that hold more than tensors and plain values. torch_checkpointing
-            itself would run their code.
+        threads: as in `s4weights.save`.
+        weights_only: refuse files that contain more than tensors and plain values.
+            torch_checkpointing itself would run their code.
     """
 
     inner: StorageConfig = field(default_factory=_local)
@@ -72,8 +72,8 @@ class S4StorageConfig(StorageConfig):  # type: ignore[misc]
 
 
 class S4Storage(Storage):  # type: ignore[misc]
-    """Wraps another storage, and writes what `torch.save` would write as ``.s4w`` files. Files of
-    other formats are left alone, and so are existing files.
+    """Wraps another storage and writes the output of `torch.save` as ``.s4w`` files. Files in other
+    formats and existing files are not changed.
     """
 
     def __init__(self, config: S4StorageConfig) -> None:
@@ -83,7 +83,7 @@ class S4Storage(Storage):  # type: ignore[misc]
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
     def get_write_stream(self, path: Path, data: object) -> io.IOBase:
-        """Writes an object. The stream discards what is written to it, its `torch.save` form."""
+        """Write an object. The stream discards its `torch.save` form, which is written to it."""
         how = {"preset": self._config.preset, "threads": self._config.threads}
         return _Sink(self._inner.stream_write(path), data, how)
 
@@ -102,7 +102,7 @@ class S4Storage(Storage):  # type: ignore[misc]
         return self._inner.getsize(path) if found is None else len(found[1].data)
 
     def _was_read(self, key: _Key, kept: _Kept, nbytes: int) -> None:
-        """Drops a file once as many bytes were read as it has."""
+        """Drop a file once as many bytes were read as it has."""
         with self._lock:
             kept.unread -= nbytes
             if kept.unread <= 0 and self._kept.get(key) is kept:
@@ -115,7 +115,7 @@ class S4Storage(Storage):  # type: ignore[misc]
         return str(path), self._inner.getsize(path), changed
 
     def _as_torch(self, path: Path) -> tuple[_Key, _Kept] | None:
-        """The bytes that `torch.save` would write for a ``.s4w`` file; ``None`` for other files."""
+        """The bytes that `torch.save` would write for a ``.s4w`` file, or ``None`` for other files."""
         key = self._key(path)
         with self._lock:
             if key in self._kept:
@@ -141,19 +141,19 @@ class S4Storage(Storage):  # type: ignore[misc]
         return stream
 
     def write(self, path: Path, data: Any) -> None:
-        """Writes bytes as they are."""
+        """Write bytes as they are."""
         self._inner.write(path, data)
 
     def delete(self, path: Path) -> None:
-        """Deletes a file."""
+        """Delete a file."""
         self._inner.delete(path)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Makes a folder."""
+        """Make a folder."""
         self._inner.mkdir(path, recursive)
 
     def rmdir(self, path: Path) -> None:
-        """Deletes a folder."""
+        """Delete a folder."""
         self._inner.rmdir(path)
 
     def rename(
@@ -163,7 +163,7 @@ class S4Storage(Storage):  # type: ignore[misc]
         is_directory: bool = False,
         background_cleanup: bool = False,
     ) -> None:
-        """Renames, as the inner storage does: this commits a checkpoint."""
+        """Rename, as the inner storage does: this commits a checkpoint."""
         self._inner.rename(src_path, dst_path, is_directory, background_cleanup)
 
     def ls(self, path: Path) -> list[str]:

@@ -30,16 +30,17 @@ __all__ = ["StoreCheckpointManager"]
 
 
 class StoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
-    """torchtitan's own manager, with a store in place of the folders ``step-N``. The store keeps as
-    many checkpoints as ``keep_latest_k`` says. Hugging Face checkpoints remain folders.
+    """torchtitan's own manager, with a store instead of the folders ``step-N``.
+
+    The store keeps ``keep_latest_k`` checkpoints. Hugging Face checkpoints remain folders.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """The configuration of ``CheckpointManager``, with more fields."""
+        """The configuration of ``CheckpointManager``, with additional fields."""
 
         store: str = ""
-        """Folder or URL of the store; if empty, the checkpoint folder."""
+        """Folder or URL of the store. If empty, the checkpoint folder is used."""
 
         preset: str = "balanced"
         """As in `CheckpointStore`."""

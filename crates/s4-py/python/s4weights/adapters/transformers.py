@@ -1,4 +1,4 @@
-"""Transformers: checkpoints of a ``Trainer`` in a `CheckpointStore`.
+"""Transformers: saves checkpoints of a ``Trainer`` in a `CheckpointStore`.
 
 ::
 
@@ -33,16 +33,16 @@ _INCOMPLETE = "checkpoint-is-incomplete.txt"
 
 
 class StoreCallback(TrainerCallback):  # type: ignore[misc]
-    """Saves each checkpoint folder of a ``Trainer`` to a store, most of it as deltas.
+    """Saves each checkpoint folder of a ``Trainer`` to a store, mostly as deltas.
 
     With several processes, the first one saves when all have written their files. It must be able
-    to read all of them: the folder is on one machine, or shared.
+    to read all of them: the folder must be on one machine, or shared.
 
     Args:
-        store: a `CheckpointStore`, or its folder or URL.
+        store: a `CheckpointStore`, its folder or its URL.
         blocking: ``False`` saves in the background, once the folder has been read; the next save,
             or the end of the training, raises its error.
-        keep_folders: ``False`` deletes each folder once the store has it. `restore` brings it back.
+        keep_folders: ``False`` deletes each folder once it is in the store. `restore` restores it.
         options: arguments of `CheckpointStore`, if ``store`` is not one.
     """
 
@@ -61,18 +61,18 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         """Called by the trainer.
 
         Raises:
-            ValueError: arguments of the trainer, or a hyperparameter search, do not go with this.
+            ValueError: an argument of the trainer, or a hyperparameter search, is not supported.
         """
         # Its own flag may be that of the checkpoint that is resumed from.
         if state.trial_params is not None:
             # Neither its arguments nor its state tell the folder of a trial. One of the same name may
             # be there from an earlier run, and one store would mix the trials.
-            raise ValueError("StoreCallback: hyperparameter search is not supported; leave it out")
+            raise ValueError("StoreCallback: hyperparameter search is not supported; remove the callback")
         self._saved = -1
         if state.is_world_process_zero:
             self._found = _folders_in(args.output_dir)
         if args.load_best_model_at_end and not self.keep_folders:
-            raise ValueError("load_best_model_at_end reads a folder: set keep_folders=True")
+            raise ValueError("load_best_model_at_end reads a checkpoint folder: set keep_folders=True")
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Called by the trainer, on every process, when it has written a checkpoint."""
@@ -119,27 +119,27 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 def restore(
     store: Store, output_dir: str | os.PathLike[str], step: int | None = None, **options: Any
 ) -> str | None:
-    """Writes a checkpoint folder back, for ``trainer.train(resume_from_checkpoint=...)``.
+    """Restore a checkpoint folder for ``trainer.train(resume_from_checkpoint=...)``.
 
     With several processes, all of them must call it, after creating their ``TrainingArguments``;
     the first one writes.
 
     Args:
         store: as in `StoreCallback`.
-        output_dir: that of the ``TrainingArguments``.
-        step: which checkpoint; ``None``: the newest.
+        output_dir: the ``output_dir`` of the ``TrainingArguments``.
+        step: the training step. ``None`` means the newest checkpoint.
         options: as in `StoreCallback`.
 
     Returns:
-        The folder; ``None`` if no step is given and the store has no checkpoint yet.
+        The folder, or ``None`` if no step is given and the store has no checkpoint yet.
 
     Raises:
-        NotFoundError: there is no such checkpoint.
-        CorruptDataError: the checkpoint, or one that it needs, is damaged.
+        NotFoundError: the checkpoint does not exist.
+        CorruptDataError: the checkpoint, or another one that it needs, is damaged.
     """
     many = dist.is_available() and dist.is_initialized()
     if not many and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError("restore: create TrainingArguments first; they connect the processes")
+        raise RuntimeError("restore: create TrainingArguments first, which initializes the process group")
     kept = as_store(store, options)
 
     def write() -> str | None:
@@ -161,7 +161,7 @@ def _folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
 
 
 def _folders_in(output_dir: str | os.PathLike[str]) -> dict[int, int]:
-    """The steps of the whole checkpoint folders, and when each was written."""
+    """Return the steps of complete checkpoint folders, and when each was written."""
     found: dict[int, int] = {}
     for name in os.listdir(output_dir) if os.path.isdir(output_dir) else ():
         if (step := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", name, re.ASCII)) is None:

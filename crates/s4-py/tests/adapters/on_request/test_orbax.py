@@ -118,7 +118,7 @@ def details(folder: str) -> None:
         {**state, "random": random.key(7, impl="rbg")},
         {**state, "random": jnp.zeros(2, jnp.uint32)},
     ):
-        with pytest.raises(s4weights.MismatchError, match=r"few|random|not saved"):
+        with pytest.raises(s4weights.MismatchError, match=r"few|random|missing in the checkpoint"):
             manager.restore(1, args=S4Restore(wrong))
     with pytest.raises(s4weights.UnsupportedFormatError, match=r"\['x'\]: object"):
         manager.save(2, args=S4Save({"x": object()}))
