@@ -43,8 +43,9 @@ impl Failure {
             Self::Damaged(_) | Self::Test(_) | Self::Safetensors { .. } => 1,
             Self::Usage(_) => 2,
             Self::Io(_) | Self::NotFound(_) => 3,
-            Self::Unsupported(_) | Self::NoMemory(_) => 4,
+            Self::Unsupported(_) => 4,
             Self::Conflict(_) => 5,
+            Self::NoMemory(_) => 6,
             #[cfg(all(unix, feature = "serve"))]
             Self::Runner(e) => e.exit_code(),
         }

@@ -278,3 +278,74 @@ def test_a_signal_counts_before_the_work_begins(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert (out.returncode, out.stderr) == (128 + signal.SIGINT, "s4w: interrupted\n"), out.stderr
+
+
+def test_no_memory_has_a_code_of_its_own_wherever_it_is_missing(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    s4weights.save(state(), tmp_path / "b.s4w")
+    refused = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    def fails(error: Exception) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            raise error
+
+        return call
+
+    for error in (MemoryError(), refused, OSError(errno.ENOMEM, "Cannot allocate memory")):
+        with monkeypatch.context() as patch:
+            patch.setattr(s4weights, "save", fails(error))
+            code, said = main("compress", str(tmp_path / "a.pt"), str(tmp_path / "o.s4w"))
+            assert code == 6 and "not enough memory" in said, said
+    with monkeypatch.context() as patch:
+        # What `load` makes of it is an error of ours.
+        patch.setattr(torch, "empty", fails(refused))
+        patch.setattr(torch, "UntypedStorage", fails(refused))
+        code, said = main("decompress", str(tmp_path / "b.s4w"), str(tmp_path / "o.pt"))
+        assert code == 6 and "not enough memory" in said, said
+    dist_checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    dist_checkpoint.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    monkeypatch.setattr(torch, "load", fails(refused))
+    code, said = main("compress", str(tmp_path / "folder"), str(tmp_path / "o.s4w"))
+    assert code == 6 and "not enough memory" in said, said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "b.s4w", "folder"]
+
+
+@pytest.mark.parametrize("source", ["a.pt", "folder"])
+@pytest.mark.parametrize("force", [False, True])
+def test_what_appears_while_it_compresses_is_kept(
+    tmp_path: Path, monkeypatch: Any, source: str, force: bool
+) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    dist_checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    dist_checkpoint.save(state(), checkpoint_id=tmp_path / "folder", no_dist=True)
+    before = {path.name for path in tmp_path.iterdir()}
+    target = tmp_path / "b.s4w"
+    save = s4weights.save
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        target.write_text("mine")
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(s4weights, "save", late)
+    flags = ["--force"] if force else []
+    for name in (str(target), f"file://{target}"):
+        code, said = main("compress", str(tmp_path / source), name, *flags)
+        if force:
+            assert code == 0, said
+            s4weights.verify(target)
+        else:
+            assert code == 5 and "exists already; --force replaces it" in said, said
+            assert target.read_text() == "mine"
+        assert {path.name for path in tmp_path.iterdir()} == before | {"b.s4w"}
+        target.unlink()
+
+
+def test_a_compressed_file_is_the_same_with_and_without_force(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    for name, flags in (("b.s4w", []), ("c.s4w", ["--force"])):
+        code, said = main("compress", str(tmp_path / "a.pt"), str(tmp_path / name), *flags)
+        assert code == 0 and "2 tensors" in said, said
+    assert (tmp_path / "b.s4w").read_bytes() == (tmp_path / "c.s4w").read_bytes()
+    assert (tmp_path / "b.s4w").stat().st_mode == (tmp_path / "c.s4w").stat().st_mode

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import s4weights
@@ -58,6 +59,80 @@ def slow(done: int, total: int) -> None:
     time.sleep(0.5)
 
 
+class Broken(torch.nn.Module):
+    """A `Stateful` whose state cannot be had, or not be loaded, on some ranks."""
+
+    def __init__(self, fails: str | None) -> None:
+        super().__init__()
+        self.fails = fails
+        self.w = torch.nn.Parameter(torch.ones(9))
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        if self.fails == "save":
+            raise Stop(1, 2)
+        return super().state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        if self.fails == "load":
+            raise Stop(3, 4)
+        return super().load_state_dict(*args, **options)
+
+
+def _fail_stateful(rank: int, url: str) -> None:
+    case = Case(Stop, "stopped at 1 of 2")
+    module = Broken("save" if rank == case.at else None)
+    stager = dcp.Stager()
+    expect_failure(rank, case, lambda: dcp.save({"model": module}, url, 1))
+    expect_failure(rank, case, lambda: dcp.async_save({"model": module}, url, 1, stager=stager).result())
+    # What is no state at all.
+    wrong: Any = [1] if rank == case.at else sharded(1)
+    expect_failure(rank, Case(AttributeError, "items"), lambda: dcp.save(wrong, url, 1))
+    assert not s4weights.CheckpointStore(url).list()
+    module.fails = None
+    dcp.save({"model": module}, url, 2)
+    with torch.no_grad():
+        module.w.zero_()
+    module.fails = "save" if rank == case.at else None
+    for step in (2, None):
+        expect_failure(rank, case, lambda: dcp.load({"model": module}, url, step))  # noqa: B023
+    assert not module.w.any()
+    # After the exchange each rank is on its own.
+    module.fails = "load" if rank == case.at else None
+    if rank == case.at:
+        with pytest.raises(Stop, match="stopped at 3 of 4"):
+            dcp.load({"model": module}, url)
+    else:
+        dcp.load({"model": module}, url)
+    assert bool(module.w.all())
+    ranks: list[Any] = [None, None]
+    dist.all_gather_object(ranks, rank)
+    assert ranks == [0, 1]
+
+
+def _refuse_beside_pytorch(rank: int, folder: str) -> None:
+    # With our writer, and with PyTorch's, whose exchanges are the same.
+    writer = dcp.StorageWriter(f"{folder}/store", step=1, progress=slow)
+    ours = torch_dcp.async_save(sharded(2), storage_writer=writer, async_stager=dcp.Stager())
+    for running in (ours, None):
+        if running is None:
+            slow_writer = SlowWriter(f"{folder}/plain")
+            running = torch_dcp.async_save(sharded(2), storage_writer=slow_writer)
+        # On all ranks, so nobody may be told before the save has ended.
+        with pytest.raises(ValueError, match="threads=0"):
+            dcp.load(sharded(1), f"{folder}/store", threads=0)
+        assert running.done()
+        running.result()
+    state = sharded(3)
+    dcp.load(state, f"{folder}/store")
+    expect_sharded(state, 2)
+
+
+class SlowWriter(torch_dcp.FileSystemWriter):  # type: ignore[misc]
+    def write_data(self, *args: Any) -> Any:
+        time.sleep(1)
+        return super().write_data(*args)
+
+
 def _refuse_meanwhile(rank: int, url: str) -> None:
     stager = dcp.Stager()
     running = dcp.async_save(sharded(2), url, 1, stager=stager, progress=slow)
@@ -105,3 +180,11 @@ def test_what_one_rank_fails_at_fails_on_all(tmp_path: Path) -> None:
 
 def test_a_call_that_is_refused_meanwhile_leaves_a_running_save_alone(tmp_path: Path) -> None:
     run_ranks(2, _refuse_meanwhile, str(tmp_path / "store"))
+
+
+def test_a_state_that_one_rank_cannot_give_fails_on_all(tmp_path: Path) -> None:
+    run_ranks(2, _fail_stateful, str(tmp_path / "store"))
+
+
+def test_saves_of_pytorchs_own_async_save_are_left_alone(tmp_path: Path) -> None:
+    run_ranks(2, _refuse_beside_pytorch, str(tmp_path))

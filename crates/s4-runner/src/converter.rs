@@ -19,6 +19,8 @@ const SAID: usize = 500;
 const OOM_SCORE: i32 = 500;
 /// The program's exit code if something could not be read or written, such as on a full drive.
 const IO: i32 = 3;
+/// Its exit code if there was no memory.
+const NO_MEMORY: i32 = 6;
 
 /// Converts a file or folder with a program, using this many threads. `ends` tells whether the service is ending.
 ///
@@ -45,6 +47,8 @@ pub(crate) fn run(
     match status {
         Some(status) if status.success() => Ok(()),
         Some(status) if status.code().is_none() => Err(Unconverted::Killed(why(status))),
+        // Other programs may need less of it later, but a file may be too large for the machine.
+        Some(status) if status.code() == Some(NO_MEMORY) => Err(Unconverted::Killed(why(status))),
         Some(status) if status.code() == Some(IO) => Err(Unconverted::Later(why(status))),
         Some(status) => Err(Unconverted::Rejected(why(status))),
         None if ends() => Err(Unconverted::Later("the runner is shutting down".into())),
@@ -126,8 +130,10 @@ mod tests {
         );
         let later = outcome("echo the drive is full >&2; exit 3").unwrap_err();
         assert!(matches!(later, Unconverted::Later(_)), "{later}");
-        let killed = outcome("kill -9 $$").unwrap_err();
-        assert!(matches!(killed, Unconverted::Killed(_)), "{killed}");
+        for script in ["kill -9 $$", "echo no memory >&2; exit 6"] {
+            let killed = outcome(script).unwrap_err();
+            assert!(matches!(killed, Unconverted::Killed(_)), "{killed}");
+        }
         let program = (Path::new("/no/such/program"), None);
         let missing = run(program, Path::new("a"), Path::new("b"), &|| false);
         assert!(matches!(missing, Err(Unconverted::Later(_))));

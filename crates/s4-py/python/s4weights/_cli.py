@@ -44,6 +44,10 @@ ARRAYS = ".safetensors"
 _DAY = 24 * 3600
 
 EXIT_DAMAGED, EXIT_USAGE, EXIT_IO, EXIT_UNSUPPORTED, EXIT_CONFLICT = 1, 2, 3, 4, 5
+#: Unlike `EXIT_UNSUPPORTED`, it may succeed later: the runner tries again.
+EXIT_MEMORY = 6
+
+_NO_MEMORY = "this machine has not enough memory for it"
 
 #: Options that take a value, and the long names of one-letter options.
 _VALUED = frozenset(["--option", "--preset", "--simd", "--threads", "--timeout"])
@@ -267,9 +271,11 @@ def _run(line: _Line, is_level: bool) -> int | None:
         except ImportError as e:
             code, said = EXIT_UNSUPPORTED, f"{e}: PyTorch files need PyTorch: pip install torch"
         except MemoryError:
-            code, said = EXIT_UNSUPPORTED, "this machine does not have enough memory"
+            code, said = EXIT_MEMORY, _NO_MEMORY
         except (Exception, Stopped) as e:
             code, said = _code(e), _message(e)
+            if code == EXIT_MEMORY:
+                said = f"{_NO_MEMORY}: {said}"
         if signals.came:
             # PyTorch's writers raise something else if a signal stops them.
             code, said = SIGNALLED + signals.came, "interrupted"
@@ -282,6 +288,8 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _code(error: BaseException) -> int:
+    if _is_no_memory(error):
+        return EXIT_MEMORY
     if isinstance(error, (LimitError, UnsafeLoadError, UnsupportedFormatError)):
         return EXIT_UNSUPPORTED
     if isinstance(error, ConflictError):
@@ -291,6 +299,17 @@ def _code(error: BaseException) -> int:
     # An argument that a function of this package refuses, such as a URL of an unknown kind.
     is_refused = isinstance(error, (TypeError, ValueError)) and not isinstance(error, S4Error)
     return EXIT_USAGE if is_refused else EXIT_DAMAGED
+
+
+def _is_no_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory. PyTorch has no type of its own for that; of our own errors it is
+    the cause.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, LimitError):
+        error = error.__cause__ or error
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def _message(error: BaseException) -> str:
@@ -320,7 +339,7 @@ def _compress(line: _Line) -> str:
     line.require_no_timeout(target)
     _check_output(source, target, line)
     from . import save
-    from ._cli_torch import read_file
+    from ._cli_torch import read_file, replacing
     from ._dcp_folder import load_folder
 
     try:
@@ -334,7 +353,13 @@ def _compress(line: _Line) -> str:
         else:
             steps = f"s4weights.save(torch.load({source!r}, weights_only=False), {target!r})"
         raise _unsafe(source, error, steps) from error
-    report = save(state, target, preset=preset, threads=threads)
+    path = None if line.has("--force") else _local(target)
+    if path is None:
+        report = save(state, target, preset=preset, threads=threads)
+    else:
+        # `save` replaces a file that appeared since `_check_output`.
+        with replacing(path, force=False) as file:
+            report = save(state, file, preset=preset, threads=threads)
     ratio = report["bytes_in"] / max(report["bytes_out"], 1)
     return (
         f"{target}: {report['tensors']} tensors, {report['bytes_in']} -> "

@@ -57,7 +57,7 @@ def read_file(path: str) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # whatever PyTorch's readers raise
-        if _is_no_memory(error, os.path.getsize(path)):
+        if is_no_memory(error, os.path.getsize(path)):
             raise MemoryError from error
         # They look for the end of a file that is cut off at places that it cannot have.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
@@ -65,7 +65,7 @@ def read_file(path: str) -> Any:
         raise _explained(path, error) from error
 
 
-def _is_no_memory(error: Exception, most: int | None = None) -> bool:
+def is_no_memory(error: BaseException, most: int | None = None) -> bool:
     """Whether PyTorch found no memory for a tensor, which it reports as any other error. A file of ``most`` bytes that
     names a larger one is damaged.
     """
@@ -154,7 +154,7 @@ def write_file(state: object, target: str, *, force: bool) -> None:
         except (OSError, MemoryError):
             raise
         except Exception as error:  # whatever PyTorch's writers raise
-            if _is_no_memory(error):
+            if is_no_memory(error):
                 raise MemoryError from error
             if isinstance(error, RuntimeError) and any(what in str(error) for what in _WRITE_ERRORS):
                 raise StorageError(f"{target}: cannot write: {brief(error)}") from error
@@ -210,6 +210,7 @@ def _in_place_of(path: Path, force: bool) -> Iterator[IO[bytes]]:
             temporary.replace(path)
         else:
             _rename_new(temporary, path)
+        _sync_folder(path.parent)
     finally:
         # If this fails, too, the first error says more.
         with contextlib.suppress(OSError):
@@ -227,6 +228,21 @@ def _rename_new(temporary: Path, path: Path) -> None:
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         temporary.replace(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes new names in a folder durable, as the native writer does."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        # One that may not be listed is left to the system.
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _is_stream(path: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import _core
+from ._cli_torch import is_no_memory
 from ._dcp_metadata import planner_paths
 from ._errors import (
     CorruptDataError,
@@ -348,6 +349,8 @@ def _read(root: Path, place: _Place, fqn: str) -> Any:
     except (MemoryError, OSError):
         raise
     except Exception as error:  # whatever PyTorch's reader raises
+        if is_no_memory(error, place.length):
+            raise MemoryError from error
         raise CorruptDataError(f"{place.file}: {fqn!r}: {str(error)[:500]}") from error
 
 

@@ -54,11 +54,14 @@ class Place:
         self.step = step
         #: The ``checkpoint_id`` that DCP passed, if it named both store and step.
         self._id: str | None = None
+        #: Whether the ranks have begun to exchange: the first call of DCP within its exchange sets this.
+        self.exchanging = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         """Set the place from a ``checkpoint_id`` of DCP: a name that ends with the step, below the
         path or URL of a store. If a store was given, only the step counts.
         """
+        self.exchanging = False
         if checkpoint_id is None:
             return
         url = os.fspath(checkpoint_id)

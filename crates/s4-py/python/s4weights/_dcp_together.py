@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -29,6 +30,9 @@ _SAME = (Exception, CheckpointException)
 _running: set[Future[Any]] = set()
 _live.at_fork(_running.clear)
 
+#: The names of the threads on which `dcp.async_save` saves begin with this. Such a thread ends with its save.
+_THREADS = "AsyncCheckpointExecutor"
+
 
 def exchanges(save: Future[Any]) -> None:
     """Record a background save: until it ends, a failing rank exchanges nothing."""
@@ -39,6 +43,10 @@ def exchanges(save: Future[Any]) -> None:
 def _wait_for_others() -> None:
     """Wait for background saves: if two threads exchanged at the same time, the ranks would mix up their messages."""
     wait(list(_running))
+    # Those begun by DCP's own `async_save`, with whatever storage.
+    for thread in threading.enumerate():
+        if thread.name.startswith(_THREADS) and thread is not threading.current_thread():
+            thread.join()
 
 
 def sendable(error: BaseException) -> BaseException:
@@ -68,19 +76,25 @@ def sends_errors(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def or_no_save(group: Any, no_dist: bool) -> contextlib.AbstractContextManager[None]:
+def or_no_save(
+    group: Any, no_dist: bool, begun: Callable[[], bool] = lambda: False
+) -> contextlib.AbstractContextManager[None]:
     """Wrap a rank's work before DCP's `save` exchanges anything: if it raises, this rank takes part
-    in the save that the others have begun, and makes it fail on all of them.
+    in the save that the others have begun, and makes it fail on all of them. ``begun``: whether the
+    exchange has begun, if that is part of the work. From then on DCP itself tells the others.
     """
 
     def refuse(error: Exception) -> None:
         dcp.save({}, storage_writer=_NoWriter(error), process_group=group)
 
-    return _or_refuse(group, no_dist, refuse)
+    return _or_refuse(group, no_dist, refuse, begun)
 
 
 def or_no_load(
-    group: Any, no_dist: bool, before: Callable[[], object]
+    group: Any,
+    no_dist: bool,
+    before: Callable[[], object] = lambda: None,
+    begun: Callable[[], bool] = lambda: False,
 ) -> contextlib.AbstractContextManager[None]:
     """Like `or_no_save`, for a load. ``before``: the exchange that precedes DCP's `load`."""
 
@@ -88,17 +102,20 @@ def or_no_load(
         before()
         dcp.load({}, storage_reader=_NoReader(error), process_group=group)
 
-    return _or_refuse(group, no_dist, refuse)
+    return _or_refuse(group, no_dist, refuse, begun)
 
 
 @contextlib.contextmanager
 def _or_refuse(
-    group: Any, no_dist: bool, refuse: Callable[[Exception], object]
+    group: Any,
+    no_dist: bool,
+    refuse: Callable[[Exception], object],
+    begun: Callable[[], bool],
 ) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _has_others(group, no_dist):
+        if not begun() and _has_others(group, no_dist):
             with contextlib.suppress(*_SAME):
                 _wait_for_others()
                 refuse(error)

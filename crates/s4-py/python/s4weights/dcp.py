@@ -201,6 +201,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         return is_id(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
+        self._place.exchanging = True
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -363,6 +364,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return is_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._place.exchanging = True
         store = self._place.store
         # Reading again without naming a checkpoint means the newest one at that time.
         entry = self._entry(kwargs.get("rank"))
@@ -476,7 +478,9 @@ def save(
     """
     with or_no_save(process_group, no_dist):
         writer = StorageWriter(store, step=step, **options)
-    with saving_here(writer._place.store):
+    # DCP calls `state_dict` of each `Stateful` before it exchanges anything.
+    refusing = or_no_save(process_group, no_dist, lambda: writer._place.exchanging)
+    with refusing, saving_here(writer._place.store):
         dcp.save(
             state_dict,
             storage_writer=writer,
@@ -550,13 +554,15 @@ def load(
         reader = StorageReader(store, step=step, **options)
     if agree:
         reader._place.step = _newest(reader, process_group)
-    dcp.load(
-        state_dict,
-        storage_reader=reader,
-        planner=planner or LoadPlanner(),
-        process_group=process_group,
-        no_dist=no_dist,
-    )
+    # DCP calls `state_dict` of each `Stateful` before it exchanges anything.
+    with or_no_load(process_group, no_dist, begun=lambda: reader._place.exchanging):
+        dcp.load(
+            state_dict,
+            storage_reader=reader,
+            planner=planner or LoadPlanner(),
+            process_group=process_group,
+            no_dist=no_dist,
+        )
 
 
 def _newest(reader: StorageReader | None, group: Any) -> Any:
