@@ -58,7 +58,7 @@ def label(key: object, depth: int = 0) -> str:
 
 
 def walk_tensors(
-    root: object, *, as_state: bool = False
+    root: object, *, as_state: bool = False, whole: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor reachable through containers and attributes, with its path, in saving order.
 
@@ -67,6 +67,7 @@ def walk_tensors(
     Args:
         root: the object.
         as_state: walk modules as their state dicts, and yield a tensor once per path to it.
+        whole: yield tensors of other layouts, too, and not their strided parts.
     """
     import torch
 
@@ -94,7 +95,8 @@ def walk_tensors(
         try:
             is_tensor = isinstance(obj, torch.Tensor)
             if is_tensor:
-                parts = [(join(path, p) if p else path, t) for p, t in _parts(obj)]
+                found = [("", obj)] if whole else _parts(obj)
+                parts = [(join(path, p) if p else path, t) for p, t in found]
             # Nearly all tensors lead to nothing else.
             if not is_tensor or type(obj) is not torch.Tensor or obj.__dict__:
                 children = [

@@ -30,6 +30,7 @@ from ._storages import (
     is_strided,
     require_storage,
 )
+from ._unsavable import refused_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,12 @@ def dump(obj: object, storages: StorageWriter, pickle_module: Any, protocol: int
     try:
         # Thousands of small objects are made, none of them garbage.
         without_collection(lambda: Pickler(stream, protocol=protocol).dump(obj))
+    except (S4Error, OSError, MemoryError):
+        raise
+    except Exception as error:
+        if named := refused_tensor(obj, protocol, error):
+            raise named from error
+        raise
     finally:
         noted.clear()
     return stream.getvalue()
