@@ -132,5 +132,6 @@ def test_a_pt_file_is_on_disk_before_it_replaces_another(
     monkeypatch.setattr(os, "link", lambda a, b: (done.append("link"), link(a, b))[1])
     for flags, by in (([], "link"), (["--force"], "replace")):
         assert main("decompress", *flags, str(tmp_path / "a.s4w"), str(target))[0] == 0
-        assert done[-2:] == ["fsync", by]
+        # The file, and then the folder with its new name.
+        assert done[-3:] == ["fsync", by, "fsync"]
         assert mine.read_text() == "mine" and torch.load(target)["step"] == 1

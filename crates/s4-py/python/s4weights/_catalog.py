@@ -81,11 +81,11 @@ class Catalog(ABC):
 
     def pin(self, step: int | str) -> None:
         """Protect a checkpoint from deletion, including deletion by retention."""
-        self._open("open").pin(self._find(step).id, True)
+        self._open("open").pin(self._all(step)[-1].id, True)
 
     def unpin(self, step: int | str) -> None:
         """Remove the protection that `pin` gave a checkpoint."""
-        self._open("open").pin(self._find(step).id, False)
+        self._open("open").pin(self._all(step)[-1].id, False)
 
     def verify(self, step: int | str | None = None, *, read_data: bool = True) -> dict[str, Any]:
         """Check one checkpoint, all checkpoints of a step, or all checkpoints.
@@ -135,7 +135,7 @@ class Catalog(ABC):
         parent can be deleted.
         """
         self._settle()
-        found = self._find(step)
+        found = self._all(step)[-1]
         tracker = Progress(progress, found.raw_bytes, "rebase")
         try:
             return listed(json.loads(self._open("open").rebase(found.id, self._watch(tracker))))

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 
 from ._errors import CorruptDataError, UnsafeLoadError
 from ._load import load
+from ._unsavable import require_pieces
 
 #: Prefix of values that are stored as JSON; no file of `torch.save` begins like this.
 _JSON = b"s4w-json\n"
@@ -26,6 +27,13 @@ class SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
     strings, and lists and dicts of these with strings as keys. Other values are pickled, as by the
     default planner. Loading requires `LoadPlanner`.
     """
+
+    def create_local_plan(self) -> SavePlan:
+        """The plan. Raises `UnsupportedFormatError`, with the tensor's name, for one that cannot be saved."""
+        for name, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor):
+                require_pieces(value, repr(name))
+        return super().create_local_plan()
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """The bytes to store for a value."""

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from . import _core
 from ._device import Compute
-from ._errors import S4Error
+from ._errors import S4Error, UnsupportedFormatError
 from ._names import walk_tensors
 from ._pending import HostBuffer
 from ._sources import check_threads
 from ._staging import Budget, copy_on_devices
 from ._storages import Hint, StorageWriter, has_storage, is_strided
+from ._unsavable import odd_kind, valueless_kind
 
 #: The most buffers that are kept for later calls.
 _SPARE = 2
@@ -149,7 +150,10 @@ class Stager(AsyncStager):  # type: ignore[misc]
         if self._closed:
             raise ValueError("the stager is closed")
         found = _Found()
-        found.collect(state_dict)
+        try:
+            found.collect(state_dict)
+        except Exception as error:
+            raise _named(state_dict, error) from error
         if found.freed is not None:
             paths = (path for path, tensor in walk_tensors(state_dict) if tensor is found.freed)
             what = next(paths, "a part of a tensor")
@@ -159,9 +163,11 @@ class Stager(AsyncStager):  # type: ignore[misc]
             with torch.no_grad():
                 copies = self._copy(found.storages, buffer)
                 staged = _StagedState(_Copier(copies, found).copy(state_dict))
-        except BaseException:
+        except BaseException as error:
             # A GPU may still be writing to this memory, so it is not used again.
             buffer.free()
+            if isinstance(error, Exception) and (named := _named(state_dict, error)) is not error:
+                raise named from error
             raise
         weakref.finalize(staged, self._give_back, buffer).atexit = False
         return staged
@@ -271,6 +277,29 @@ def _items(obj: Any) -> Iterable[Any] | None:
 
 def _is_named(obj: Any) -> bool:
     return isinstance(obj, tuple) and hasattr(obj, "_fields")
+
+
+def _named(state: Any, error: Exception) -> Exception:
+    """The error, or one with the name of the tensor that cannot be copied, if that is why it occurred."""
+    if isinstance(error, (S4Error, MemoryError, torch.OutOfMemoryError)):
+        return error
+    for path, tensor in walk_tensors(state, whole=True):
+        why = odd_kind(tensor)
+        try:
+            if valueless_kind(tensor):
+                return UnsupportedFormatError(f"cannot save `{path}`: {why}")
+            if why is None and type(tensor) not in _PLAIN:
+                why = f"a {type(tensor).__name__} that cannot be copied"
+            if why is not None:
+                if is_strided(tensor) and _inner(tensor) is None:
+                    tensor.untyped_storage().data_ptr()
+                found = _Found()
+                found.collect(tensor)
+                _Copier({}, found).copy(tensor)
+        except Exception as again:
+            if type(again) is type(error) and str(again) == str(error):
+                return UnsupportedFormatError(f"cannot save `{path}`: {why}")
+    return error
 
 
 class _Found:

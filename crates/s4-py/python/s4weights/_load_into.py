@@ -17,7 +17,7 @@ from ._names import Target, extra_state, targets_by_path, tensors_by_path
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._save import require_little_endian
-from ._sources import FileLike, open_source, require_s4w
+from ._sources import FileLike, check_flag, open_source, require_s4w
 from ._storages import covering_shape, fits, read_batch
 from ._torch import require_torch
 
@@ -91,6 +91,7 @@ def load_into(
         S4Error: any other failure, as in `load`. The values of the tensors are then undefined.
     """
     require_torch("load_into")
+    check_flag("strict", strict)
     state_dict, f = _in_order(state_dict, f)
     compute = Compute(device, gpu_scratch)
     require_little_endian()

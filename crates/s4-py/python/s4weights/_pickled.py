@@ -87,9 +87,13 @@ def _storage_id(item: Any, storages: StorageWriter, noted: _Noted) -> tuple[Any,
         elements = item.nbytes()
     if storage._cdata in noted.freed:
         raise S4Error(noted.freed[storage._cdata][0])
-    number = storages.number(
-        storage, lambda: noted.hints.get(storage._cdata) or Hint("storage", dtype, None)
-    )
+
+    def hint() -> Hint:
+        # Raises for storages that stand for values elsewhere: not only once the file is being written.
+        storage.data_ptr()
+        return noted.hints.get(storage._cdata) or Hint("storage", dtype, None)
+
+    number = storages.number(storage, hint)
     location = torch.serialization.location_tag(storage)
     return ("storage", kind, str(number), location, elements)
 

@@ -132,6 +132,8 @@ class RunnerClient:
     """
 
     def __init__(self, address: str, timeout: float | None) -> None:
+        if not isinstance(address, str):
+            raise TypeError(f"runner={address!r}: an address such as unix:///path expected")
         parts = urlsplit(address)
         if parts.scheme != "unix" or parts.netloc or not parts.path.startswith("/"):
             raise ValueError(f"runner={address!r}: expected unix:///path/to/socket")

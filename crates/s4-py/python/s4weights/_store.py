@@ -599,7 +599,7 @@ class CheckpointStore(Catalog):
                 )
         native = self._open("open")
         # `load` may run several times; an iterator would be empty the second time.
-        parts = keys if keys is None or isinstance(keys, str) else [*keys]
+        parts = [*keys] if isinstance(keys, Iterable) and not isinstance(keys, str) else keys
 
         def load(found: CheckpointEntry) -> Any:
             recorder = Recorder("load", self.url, found.step)

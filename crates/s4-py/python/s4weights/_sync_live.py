@@ -203,7 +203,11 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
     """
     import torch
 
-    found = {path: tensor.detach() for path, tensor in tensors_by_path(weights).items()}
+    found = {}
+    for path, tensor in tensors_by_path(weights).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ValueError(f"`{path}` is not initialized: it cannot be published")
+        found[path] = tensor.detach()
     for path, tensor in found.items():
         if type(tensor) is not torch.Tensor:
             # Such as a DTensor: its memory does not hold the values that it represents.

@@ -1,4 +1,4 @@
-"""Finds the tensor that keeps an object from being pickled, to name it."""
+"""Finds the tensor that keeps an object from being saved, to name it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ._errors import UnsupportedFormatError
 from ._names import walk_tensors
-from ._storages import is_of_signal
+from ._storages import dtype_name, is_of_signal
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,13 @@ def _refusal(tensor: torch.Tensor, protocol: int, error: Exception) -> str | Non
     if isinstance(tensor, FakeTensor):
         return "a fake tensor, which has no values"
     # Other classes pickle themselves, and their errors are for whoever wrote them.
-    if type(tensor).__reduce_ex__ is not torch.Tensor.__reduce_ex__:
-        if not type(tensor).__module__.startswith("torch."):
-            return None
+    kind = type(tensor)
+    if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__ and not kind.__module__.startswith("torch."):
+        return None
     try:
         tensor.__reduce_ex__(protocol)
         tensor.untyped_storage().data_ptr()
+        tensor._typed_storage()._pickle_storage_type()
     except Exception as again:
         if type(again) is type(error) and str(again) == str(error):
             said = (str(again).strip().split("\n", 1)[0] or repr(again))[:_MAX_SAID]
@@ -66,3 +67,48 @@ def _kind(tensor: torch.Tensor) -> str:
         return "this nested tensor"
     layout = "" if tensor.layout is torch.strided else f" of layout {tensor.layout}"
     return f"a {type(tensor).__name__} of {tensor.dtype}{layout}"
+
+
+def require_pieces(tensor: torch.Tensor, where: str) -> None:
+    """Raises `UnsupportedFormatError` for a tensor that `torch.distributed.checkpoint` cannot take apart, or whose
+    pieces the format cannot hold. Its own errors name no tensor.
+    """
+    if why := odd_kind(tensor):
+        raise UnsupportedFormatError(f"{where}: {why}")
+    if dtype_name(tensor.dtype) == "bytes":
+        raise UnsupportedFormatError(f"{where}: the format has no {tensor.dtype}")
+    import torch
+
+    try:
+        torch._utils._element_size(tensor.dtype)
+    except TypeError as error:
+        what = f"{where}: torch.distributed.checkpoint does not know the size of {tensor.dtype}"
+        raise UnsupportedFormatError(what) from error
+
+
+def odd_kind(tensor: torch.Tensor) -> str | None:
+    """What keeps a tensor from being copied and cut like others; ``None`` if it seems to be a usual one."""
+    import torch
+
+    if torch.nn.parameter.is_lazy(tensor):
+        return "a tensor that is not initialized"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else f"of layout {str(tensor.layout).removeprefix('torch.')}"
+        return f"a tensor with strides expected, not one that is {kind}"
+    return valueless_kind(tensor)
+
+
+def valueless_kind(tensor: torch.Tensor) -> str | None:
+    """Says so if a tensor only stands for values, and has none in its memory."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(tensor, FakeTensor):
+        return "a tensor without values, such as one on `meta`"
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_meta:
+        stands = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+        if stands or tensor._is_zerotensor():
+            return "a tensor without memory of its own"
+    return None

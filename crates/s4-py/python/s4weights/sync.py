@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 
 from . import _core, _live
 from ._device import Compute
-from ._entries import CheckpointEntry, Retention
+from ._entries import CheckpointEntry, Retention, checked_step
 from ._errors import CorruptDataError, NotFoundError, S4Error
 from ._pending import PendingSave
 from ._report import Recorder
@@ -137,6 +137,7 @@ class Publisher:
                 self._open(0)
         self._turn = Turn()
         _forked.add(self)
+        self._closed = False
         #: Whether a base was published, and the checkpoints that it replaces are still stored.
         self._sweeps = False
         self._server: Server | None = None
@@ -215,6 +216,8 @@ class Publisher:
             raise RuntimeError("this thread is already publishing: a signal handler cannot do so, too")
         tensors = tensors_of(weights)
         with self._turn.take():
+            if self._closed:
+                raise ValueError("the publisher is closed")
             store = self._open(sum(tensor.nbytes for tensor in tensors.values()))
             how: dict[str, Any] = {"base": base, "metrics": metrics, "tags": tags}
             if self._is_private:
@@ -231,6 +234,7 @@ class Publisher:
         """Close the store, if the publisher opened it, and then the socket. Closing the store waits
         for the running publication.
         """
+        self._closed = True
         try:
             if self._store is not None and self._own:
                 self._store.close()
@@ -402,6 +406,8 @@ class Subscriber:
         check_seconds("timeout", timeout)
         compute = Compute(device, gpu_scratch)
         text = os.fspath(source)
+        if not isinstance(text, str):
+            raise TypeError(f"{source!r}: a folder, a URL or the address of a publisher expected")
         self._source: _Source
         if is_address(text):
             if storage_options:
@@ -456,6 +462,7 @@ class Subscriber:
             reads all of them.
         """
         check_seconds("wait", wait)
+        step = None if step is None else checked_step(step)
         if self._turn.is_mine():
             raise RuntimeError("this thread is already updating the weights: a signal handler cannot do so, too")
         end = time.monotonic() + wait

@@ -9,6 +9,7 @@ The only permission that is preserved is whether a file is executable.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import uuid
@@ -63,18 +64,33 @@ def restore_folder(
 
 def write_folder(packed: Any, folder: str | os.PathLike[str], where: str) -> None:
     """Does so with a checkpoint that is loaded; ``where`` it comes from is for errors."""
-    target = Path(folder)
+    # `a/..` would replace the folder that `a` is in, with everything else in it.
+    if Path(folder).name in ("", ".."):
+        raise ValueError(f"{os.fspath(folder)!r}: a path that ends with the folder's name expected")
+    # A link stays a link.
+    target = Path(os.path.realpath(folder))
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    unique = f".{target.name}.{uuid.uuid4().hex}"
+    part, old = target.with_name(unique), target.with_name(f"{unique}.old")
     part.mkdir()
     try:
         _unpack(packed, part, where)
         if target.exists():
-            shutil.rmtree(target)
-        part.rename(target)
+            # Whatever fails, one of the two is there.
+            target.rename(old)
+        try:
+            part.rename(target)
+        except BaseException:
+            if old.exists():
+                old.rename(target)
+            raise
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def _pack(folder: Path) -> dict[str, Any]:
