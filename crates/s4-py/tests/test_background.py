@@ -138,7 +138,7 @@ def test_nobody_can_cancel_a_save(tmp_path: Path) -> None:
     asyncio.run(impatient(pending))
     gate.open.set()
     assert pending.wait(60).step == 1
-    pending.wait_staged(1)
+    pending.wait_staged(60)
     assert store.save_checkpoint(state(2), 2).step == 2
     store.close()
 
@@ -148,12 +148,12 @@ def test_tuples_within_tuples_take_no_time(tmp_path: Path) -> None:
     for _ in range(30):
         shared = (shared, shared)
     given = {"w": torch.ones(3), "shared": shared}
-    started = time.monotonic()
+    started = time.process_time()
     with CheckpointStore(tmp_path) as store:
         store.save_checkpoint(given, 1, blocking=False, stage="lazy").wait(120)
         found = store.load_checkpoint(weights_only=False)["shared"]
         assert found[0] is found[1]
-    assert time.monotonic() - started < 60, "each is met a billion times"
+    assert time.process_time() - started < 60, "each is met a billion times"
 
 
 def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: Any) -> None:

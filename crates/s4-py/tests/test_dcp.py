@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -27,20 +26,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import s4weights
+from in_time import free_port
 from s4weights.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
 
 #: Seconds after which ranks that wait for another one give up.
-PATIENCE = 60
+PATIENCE = 300
 
 
 def run_ranks(world: int, work: Callable[..., None], *args: Any) -> None:
     """Runs ``work(rank, *args)`` in ``world`` processes; any failure fails the test."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_rank, (world, port, work, args), nprocs=world)
+    mp.spawn(_rank, (world, free_port(), work, args), nprocs=world)
 
 
 def _rank(rank: int, world: int, port: int, work: Callable[..., None], args: Any) -> None:

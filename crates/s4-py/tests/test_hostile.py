@@ -56,14 +56,14 @@ NESTED = {
 @pytest.mark.parametrize("stream", NESTED.values(), ids=NESTED)
 def test_explaining_a_refusal_is_bounded_by_the_stream(stream: bytes) -> None:
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         found = find_refused(stream)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     # Python code interprets each opcode, traced: some microseconds and some hundred bytes each.
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert peak < (8 << 20) + 400 * len(stream)
     assert found and len(found) <= 9
     assert all(len(path) < 20_000 for path, _ in found)
@@ -128,10 +128,10 @@ def test_messages_about_persistent_ids_are_bounded(path: Path) -> None:
     """No message writes out tuples that each hold the one before twice."""
     stream = b"\x80\x02K\x01" + b"q\x00h\x00\x86" * 200 + b"Q."
     save_stream(stream, path)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(s4weights.S4Error) as raised:
         s4weights.load(path)
-    assert time.perf_counter() - start < 5 and len(str(raised.value)) < 20_000
+    assert time.process_time() - start < 5 and len(str(raised.value)) < 20_000
 
 
 def save_tree(root: object, path: Path) -> None:
@@ -188,10 +188,10 @@ def test_every_dtype_comes_back(path: Path) -> None:
 )
 def test_trees_that_ask_for_too_much(path: Path, node: object) -> None:
     save_tree({"dict": [["a", node]]}, path)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(s4weights.CorruptDataError) as raised:
         s4weights.load(path, map_location="cpu")
-    assert time.perf_counter() - start < 5 and len(str(raised.value)) < 2000
+    assert time.process_time() - start < 5 and len(str(raised.value)) < 2000
 
 
 def test_names_of_shared_tuples_are_bounded(path: Path) -> None:

@@ -178,12 +178,12 @@ def test_containers_that_occur_many_times_are_passed_once(tmp_path: Path) -> Non
     state = {"x": nested("plain"), "web": web, "w": torch.ones(3)}
     path = tmp_path / "x.s4w"
     s4weights.save(state, path)
-    start = time.monotonic()
+    start = time.process_time()
     with s4weights.open(path) as f:
         assert list(f) == ["w"]
     state["w"].zero_()
     assert s4weights.load_into(state, path) == ([], [])
-    assert state["w"].eq(1).all() and time.monotonic() - start < 30
+    assert state["w"].eq(1).all() and time.process_time() - start < 30
 
 
 def test_a_tree_is_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import torch
 
 import s4weights
 from compare import assert_identical, storage_bytes
+from in_time import in_time
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -120,18 +121,19 @@ def test_other_threads_go_on(path: Path) -> None:
 
     thread = threading.Thread(target=beat)
     thread.start()
-    start = time.monotonic()
+    start, busy = time.monotonic(), time.process_time()
     s4weights.save(obj, path, threads=1)
-    end = time.monotonic()
+    end, busy = time.monotonic(), time.process_time() - busy
     stop.set()
     thread.join()
     inside = [t for t in beats if start < t < end]
-    assert len(inside) >= (end - start) / 0.05
+    # In proportion to the work, not to the time that a busy machine takes for it.
+    assert len(inside) >= busy / 0.05
 
 
 def interrupted(work: Callable[[], object], seconds: float) -> float:
     """Interrupts work that takes about `seconds`; returns how long it took to stop."""
-    for fraction in (0.4, 0.2, 0.1, 0.05):
+    for fraction in (0.4, 0.2, 0.1, 0.05) * 3:
         start = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, fraction * seconds)
         try:
@@ -139,6 +141,8 @@ def interrupted(work: Callable[[], object], seconds: float) -> float:
             signal.setitimer(signal.ITIMER_REAL, 0)
         except KeyboardInterrupt:
             return time.monotonic() - start - fraction * seconds
+        # The first run may have been a slow one.
+        seconds = min(seconds, time.monotonic() - start)
     pytest.fail("was not interrupted")
 
 
@@ -164,8 +168,12 @@ def test_ctrl_c_stops_a_save_and_a_load(threads: int, tmp_path: Path) -> None:
             path.unlink(missing_ok=True)
             s4weights.save(obj, path, threads=threads)
 
-        late = interrupted(save, saved - start)
-        assert late < 0.5 * (saved - start) + 0.3
+        def late() -> float:
+            seconds = interrupted(save, saved - start)
+            # The interrupt may have come when the file had just got its name.
+            return float("inf") if path.exists() else seconds
+
+        in_time(0.5 * (saved - start) + 0.3, late, tries=10)
         interrupted(lambda: s4weights.load(whole, threads=threads), loaded - saved)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

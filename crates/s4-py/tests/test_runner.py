@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import socketserver
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import s4weights
+from in_time import free_port, in_time
 from s4weights import CheckpointStore, StorageError
 from s4weights._runner import STATES
 
@@ -57,13 +57,10 @@ class Runner:
 
     def start(self) -> None:
         assert PROGRAM is not None
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         (self.folder / "runner.toml").write_text("min_free_bytes = 0\nthreads = 1\n")
         command = [PROGRAM, "serve", "--config", str(self.folder / "runner.toml")]
         command += ["--store", self.store, "--state-dir", str(self.folder / "state")]
-        command += ["--socket", str(self.folder / "s4w.sock"), "--http", f"127.0.0.1:{port}"]
+        command += ["--socket", str(self.folder / "s4w.sock"), "--http", f"127.0.0.1:{free_port()}"]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stderr=log)
 
@@ -209,7 +206,7 @@ def room(folder: Path) -> tuple[int, Any]:
     return 200, {"incoming": str(folder), "room_bytes": 1, "accepting": True}
 
 
-def open_store(tmp_path: Path, address: str, timeout: float = 20) -> CheckpointStore:
+def open_store(tmp_path: Path, address: str, timeout: float = 120) -> CheckpointStore:
     return CheckpointStore(tmp_path / "store", runner=address, timeout=timeout, threads=1)
 
 
@@ -244,7 +241,7 @@ def test_a_background_save_that_is_refused_raises_where_it_is_waited_for(tmp_pat
     with answering(tmp_path, [room(tmp_path), refused]) as (url, _):
         saved = open_store(tmp_path, url).save_checkpoint(state(1), 1, blocking=False)
         with pytest.raises(s4weights.S4Error, match="because"):
-            saved.wait(timeout=30)
+            saved.wait(timeout=120)
     assert not list(tmp_path.glob("*.s4w"))
 
 
@@ -256,17 +253,17 @@ def test_a_background_save_that_is_refused_is_not_forgotten(tmp_path: Path) -> N
             script = f"""
 import torch
 from s4weights import CheckpointStore
-store = CheckpointStore({str(tmp_path / "store")!r}, runner={url!r}, timeout=20)
+store = CheckpointStore({str(tmp_path / "store")!r}, runner={url!r}, timeout=120)
 store.save_checkpoint({{"w": torch.ones(3)}}, 7, blocking=False)
 """
             if then == "exit":
                 command = [sys.executable, "-c", script]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
                 assert done.returncode == 120 and "save of step 7 FAILED" in done.stderr, done
             else:
                 saved = store.save_checkpoint(state(1), 1, blocking=False)
                 saved.guard()
-                saved.wait_staged(30)
+                saved.wait_staged(120)
                 with pytest.raises(s4weights.S4Error, match="because"):
                     if then == "save":
                         store.save_checkpoint(state(2), 2)
@@ -286,7 +283,7 @@ def test_one_checkpoint_in_the_background(tmp_path: Path) -> None:
         saved = s4weights.save_checkpoint(
             state(1), tmp_path / "store", 1, blocking=False, runner=url
         )
-        assert saved.wait(timeout=30) == "durable"  # type: ignore[comparison-overlap, call-arg]
+        assert saved.wait(timeout=120) == "durable"  # type: ignore[comparison-overlap, call-arg]
         assert any(line.startswith("POST /v1/submissions") for line in seen)
 
 
@@ -296,7 +293,7 @@ def test_a_progress_function_cannot_load_what_waits_for_it(tmp_path: Path) -> No
     def progress(done: int, total: int) -> None:
         if not done:
             return  # It is called at once, on this thread.
-        assert saved.wait(30)
+        assert saved.wait(120)
         try:
             store.load_checkpoint()
         except RuntimeError as error:
@@ -306,17 +303,19 @@ def test_a_progress_function_cannot_load_what_waits_for_it(tmp_path: Path) -> No
         store = open_store(tmp_path, url)
         handle = store.save_checkpoint(state(1), 1, blocking=False, progress=progress)
         saved.set()
-        handle.wait("staged", timeout=30)  # type: ignore[call-arg, arg-type]
+        handle.wait("staged", timeout=120)  # type: ignore[call-arg, arg-type]
     assert errors and "a progress function can neither save" in errors[0]
 
 
 def test_patience_ends(tmp_path: Path) -> None:
     store = open_store(tmp_path, f"unix://{tmp_path}/nobody.sock", timeout=0.3)
-    began = time.monotonic()
-    with pytest.raises(StorageError, match="does not respond") as raised:
-        store.save_checkpoint(state(1), 1)
-    assert raised.value.errno == errno.ENOENT
-    assert time.monotonic() - began < 5
+
+    def give_up() -> None:
+        with pytest.raises(StorageError, match="does not respond") as raised:
+            store.save_checkpoint(state(1), 1)
+        assert raised.value.errno == errno.ENOENT
+
+    in_time(5, give_up)
     with answering(tmp_path, [(200, b"<html>")]) as (url, _), pytest.raises(StorageError):
         open_store(tmp_path, url, timeout=0.3).save_checkpoint(state(1), 1)
 
@@ -338,7 +337,7 @@ def test_a_wait_tells_what_is_wrong(tmp_path: Path) -> None:
     with answering(tmp_path, answers) as (url, _):
         saved = open_store(tmp_path, url).save_checkpoint(state(1), 1)
         with pytest.raises(s4weights.CorruptDataError, match="damaged"):
-            saved.wait("staged", timeout=5)
+            saved.wait("staged", timeout=120)
 
 
 def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:

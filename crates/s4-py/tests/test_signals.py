@@ -215,7 +215,7 @@ def test_a_child_does_not_wait_for_the_parents_threads(tmp_path: Path) -> None:
     assert held.wait(60)
     child = os.fork()
     if child == 0:
-        signal.alarm(30)  # Ends a child that waits.
+        signal.alarm(120)  # Ends a child that waits.
         try:
             logging.disable()
             publisher.publish_delta({"w": torch.full((3,), 2.0)}, 2)

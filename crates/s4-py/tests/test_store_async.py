@@ -15,6 +15,7 @@ import torch
 
 import s4weights
 from compare import TOO_LONG
+from in_time import in_time
 from s4weights import CheckpointStore
 
 
@@ -156,31 +157,29 @@ TERMINATED = """
 import sys, time, torch
 import s4weights
 # Slow enough that the signal comes in time, on any machine.
-store = s4weights.CheckpointStore(sys.argv[1], bandwidth=30 << 20)
+store = s4weights.CheckpointStore(sys.argv[1], bandwidth=int(sys.argv[4]) << 20)
 blocking, deadline = sys.argv[2] == "blocking", float(sys.argv[3])
 state = {"w": torch.randn(24 << 20)}
 store.save_checkpoint({}, 0)
 def progress(done, total):
-    if done > int(sys.argv[4]) << 20:
+    if done:
         print("saving", flush=True)
 with s4weights.finish_on_sigterm(store, deadline):
     store.save_checkpoint(state, 1, blocking=blocking, progress=progress)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("kind", ["blocking", "background"])
-@pytest.mark.parametrize("deadline", [60.0, 0.0])
+@pytest.mark.parametrize(("deadline", "mib"), [(200.0, 30), (0.0, 2)])
 def test_sigterm_lets_a_save_finish_or_gives_it_up(
-    tmp_path: Path, kind: str, deadline: float
+    tmp_path: Path, kind: str, deadline: float, mib: int
 ) -> None:
-    command = [sys.executable, "-c", TERMINATED, str(tmp_path / "s"), kind, str(deadline), "0"]
+    command = [sys.executable, "-c", TERMINATED, str(tmp_path / "s"), kind, str(deadline), str(mib)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"saving\n"
-        start = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-        assert time.monotonic() - start < 30
+        process.communicate(timeout=300)  # It would sleep for longer.
     assert process.returncode == -signal.SIGTERM
     with CheckpointStore(tmp_path / "s") as store:
         assert store.latest() == (1 if deadline else 0)
@@ -191,7 +190,7 @@ def test_killed_in_the_middle_costs_no_listed_step(tmp_path: Path) -> None:
     script = TERMINATED.replace("state, 1", "state, 9")
     with CheckpointStore(tmp_path / "s") as store:
         store.save_checkpoint({"w": torch.arange(9000)}, 5)
-    command = [sys.executable, "-c", script, str(tmp_path / "s"), "blocking", "0", "0"]
+    command = [sys.executable, "-c", script, str(tmp_path / "s"), "blocking", "0", "8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"saving\n"
         # Progress counts encoded bytes, which run ahead of the written ones.
@@ -222,13 +221,16 @@ def test_blocking_time_is_about_a_copy(tmp_path: Path) -> None:
 
     copy = min(seconds(lambda: target.copy_(state["w"])) for _ in range(5))
     with CheckpointStore(tmp_path, preset="fast") as store:
-        times = []
-        for step in range(3):
+        store.save_checkpoint(state, 0, blocking=False).wait()
+
+        def save() -> float:
             begin = time.perf_counter()
-            pending = store.save_checkpoint(state, step, blocking=False)
-            times.append(time.perf_counter() - begin)
+            pending = store.save_checkpoint(state, 1, blocking=False)
+            blocked = time.perf_counter() - begin
             pending.wait()
-    assert min(times[1:]) < 4 * copy + 0.05, (times, copy)
+            return blocked
+
+        in_time(4 * copy + 0.05, save, tries=10)
 
 
 def test_signals_are_handled_on_the_main_thread_only(tmp_path: Path) -> None:

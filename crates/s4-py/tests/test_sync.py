@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import s4weights
+from in_time import in_time
 from s4weights.sync import Publisher, Subscriber, Update
 
 EXAMPLE = Path(__file__).parents[3] / "examples/weight_sync.py"
@@ -224,8 +225,8 @@ def test_it_publishes_in_the_background(tmp_path: Path) -> None:
             with torch.no_grad():
                 trainer.embed.add_(1)  # The published values are those at the call.
             started = time.monotonic()
-            assert update(subscriber, wait=30.0).step == step
-            assert time.monotonic() - started < 25
+            assert update(subscriber, wait=200.0).step == step
+            assert time.monotonic() - started < 150
             assert pending.wait().step == step and same(kept, sampler)
             trainer.load_state_dict(kept.state_dict())
 
@@ -423,19 +424,23 @@ def test_a_server_that_lies_is_not_believed(length: int | None, body: bytes, mes
         address = f"tcp://127.0.0.1:{server.server_address[1]}"
         weights = {"w": torch.zeros(3)}
         with pytest.raises(s4weights.CorruptDataError, match=message):
-            Subscriber(address, weights, timeout=1.0).apply_delta()
+            Subscriber(address, weights).apply_delta()
         server.shutdown()
 
 
-def test_a_publisher_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_publisher_that_is_gone_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, trainer = {"w": torch.zeros(5000)}, {"w": torch.randn(5000)}
     listen = f"unix://{tmp_path}/s.sock"
     with Publisher(tmp_path / "w", listen=listen) as publisher:
         publisher.publish_delta(trainer, 1)
-        subscriber = Subscriber(listen, weights, timeout=0.5)
+        subscriber = Subscriber(listen, weights)
         update(subscriber)
-    with pytest.raises(s4weights.StorageError, match="does not respond"):
-        subscriber.apply_delta()
+    with monkeypatch.context() as patch:
+        patch.setattr(subscriber._source, "_timeout", 0.5)
+        with pytest.raises(s4weights.StorageError, match="does not respond"):
+            subscriber.apply_delta()
     # A publisher that takes its place serves what is stored, and goes on where the first one stopped.
     with Publisher(tmp_path / "w", listen=listen) as publisher:
         late = {"w": torch.zeros(5000)}
@@ -450,11 +455,13 @@ def test_a_silent_publisher_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         subscriber = Subscriber(address, {"w": torch.zeros(3)}, timeout=0.5)
-        start = time.monotonic()
-        with pytest.raises(s4weights.StorageError, match="does not respond") as caught:
-            subscriber.apply_delta(wait=0.5)
-        assert caught.value.errno == errno.ETIMEDOUT
-        assert time.monotonic() - start < 10
+
+        def give_up() -> None:
+            with pytest.raises(s4weights.StorageError, match="does not respond") as caught:
+                subscriber.apply_delta(wait=0.5)
+            assert caught.value.errno == errno.ETIMEDOUT
+
+        in_time(10, give_up)
 
 
 def test_whoever_waited_for_a_publication_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,19 +650,19 @@ def test_a_child_does_not_keep_the_address(tmp_path: Path, listen: str) -> None:
         try:
             publisher.close()  # The parent's: this neither waits nor ends it.
             os.write(told, b".")
-            time.sleep(60)
+            time.sleep(600)
         finally:
             os._exit(0)
     os.close(told)
     try:
         assert os.read(said, 1) == b"."
         weights = {"w": torch.zeros(2)}
-        with Subscriber(address, weights, timeout=10) as subscriber:
+        with Subscriber(address, weights, timeout=60) as subscriber:
             assert subscriber.apply_delta() is not None
         publisher.close()
         with Publisher(tmp_path / "store", listen=address) as again:
             again.publish_delta({"w": torch.ones(2)}, 2)
-            with Subscriber(address, weights, timeout=10) as subscriber:
+            with Subscriber(address, weights, timeout=60) as subscriber:
                 assert subscriber.apply_delta() is not None
     finally:
         os.kill(child, signal.SIGKILL)

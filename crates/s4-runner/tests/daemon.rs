@@ -7,6 +7,7 @@ mod common;
 
 use std::fs;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use common::{LONG, Setup, values, write_checkpoint};
@@ -106,7 +107,8 @@ fn a_store_that_cannot_be_reached_delays_and_loses_nothing() {
     // A shutdown stays within its limit, and the next start goes on.
     let began = Instant::now();
     daemon.stop();
-    assert!(began.elapsed() < Duration::from_secs(15));
+    // Its usual limit is 100 seconds.
+    assert!(began.elapsed() < Duration::from_secs(60));
     let daemon = setup.start();
     let second = setup.save(2);
     fs::remove_file(setup.store()).unwrap();
@@ -380,8 +382,11 @@ fn what_was_lost_with_the_drive_is_said_to_be() {
 fn make_converter(program: &Path) {
     let script = "#!/bin/sh\n[ \"$1\" = compress ] || exit 2\n[ -d \"$2\" ] && set \"$1\" \"$2/__0_0.distcp\" \"$3\"\n\
                   cp \"$2\" \"$3\"\n";
-    fs::write(program, script).unwrap();
-    fs::set_permissions(program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    // By a process of its own: a child that another test is just starting has a copy of each descriptor of this one,
+    // and nothing can be run that is open for writing ("text file busy").
+    let write = "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\"";
+    let written = Command::new("sh").args(["-c", write]).arg(program).arg(script).status();
+    assert!(written.unwrap().success());
 }
 
 /// Waits until a condition holds.
@@ -530,7 +535,7 @@ fn folders_of_torch_become_durable_once_they_are_complete() {
     assert_eq!(steps(), [9], "7 is not complete, 8 is another folder's, 10 is being written");
     assert!(nine.join("tokenizer.json").exists() && nine.join(".metadata").exists());
     let refused = "s4w_runner_errors_total{kind=\"watch\"} 1\n";
-    assert!(daemon.get("/metrics").text.contains(refused), "10 is said to be refused, once");
+    until("10 is said to be refused, once", || daemon.get("/metrics").text.contains(refused));
     complete(&seven);
     until("7 is removed", || !seven.exists());
     // Its new metadata arrives at last.

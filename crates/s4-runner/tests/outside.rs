@@ -296,7 +296,7 @@ fn a_spot_notice_is_heard_and_told() {
     });
     let setup = Setup::new(&format!("spot = true\nimds = \"{}\"\n", imds.url));
     let daemon = setup.start();
-    let heard = setup.ask("GET", "/v1/interruption?timeout_ms=30000", None).unwrap().json();
+    let heard = setup.ask("GET", "/v1/interruption?timeout_ms=60000", None).unwrap().json();
     assert_eq!(heard["interruption"]["source"], "spot", "{heard}");
     assert_eq!(heard["interruption"]["detail"], "terminate at 2026-11-23T10:00:00Z");
     let status = daemon.get("/v1/status").json();
@@ -316,7 +316,7 @@ fn usr1_lets_the_newest_go_first() {
     let ids: Vec<Uuid> = (1..=3).map(|step| setup.save(step)).collect();
     ids.iter().for_each(|id| drop(setup.wait(*id, "verified")));
     daemon.signal("USR1");
-    let heard = setup.ask("GET", "/v1/interruption?timeout_ms=30000", None).unwrap().json();
+    let heard = setup.ask("GET", "/v1/interruption?timeout_ms=60000", None).unwrap().json();
     assert_eq!(heard["interruption"]["source"], "usr1", "{heard}");
     std::fs::remove_file(setup.store()).unwrap();
     let durable_at = |id: &Uuid| setup.wait(*id, "durable")["durable_ms"].as_i64().unwrap();

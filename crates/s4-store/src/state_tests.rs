@@ -258,10 +258,16 @@ fn the_time_of_a_replay_grows_with_the_log_and_not_with_its_square() {
     assert!(state.void.is_empty() && state.live.len() == 1);
     // The smaller log several times, since a clock's readings vary.
     let small = (0..3).map(|_| replay(few.clone()).1).min().unwrap();
-    let (large, took) = replay(many);
-    assert!(large.void.is_empty() && large.live.len() == 1);
+    // The larger one again if it was slow: a busy machine may have stalled.
+    let mut took = vec![];
+    while took.len() < 5 && took.last().is_none_or(|last| *last >= small * 100) {
+        let (large, time) = replay(many.clone());
+        assert!(large.void.is_empty() && large.live.len() == 1);
+        took.push(time);
+    }
     // Linear growth would take 16 times as long, quadratic growth 256 times.
-    assert!(took < small * 100, "{took:?} for 16 times what takes {small:?}");
+    let least = took.iter().min().copied().unwrap();
+    assert!(least < small * 100, "{took:?} for 16 times what takes {small:?}");
     // Publishing one id again and again is void each time.
     let again = state.live.values().next().unwrap().about.clone();
     let before = state.void.len();

@@ -179,7 +179,7 @@ fn failures_of_requests_show_no_secrets() {
     .map(|(k, v)| (k.to_owned(), v))
     .into();
     let url = "s3://bucket/a.s4w".to_owned();
-    let deadline = Some(std::time::Duration::from_millis(300));
+    let deadline = Some(std::time::Duration::from_secs(2));
     let write = WriteOptions { deadline, ..WriteOptions::default() };
     let wrote = save_to(Target::Url(url.clone(), options.clone()), &mixed(), write).unwrap_err();
     let read = ReadOptions { deadline, ..ReadOptions::default() };

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from in_time import free_port
 
 # Here and in processes that are killed: sums and matrix products depend on how they are divided between threads.
 torch.set_num_threads(1)
@@ -84,14 +85,11 @@ def run_ranks(world: int, module: str, function: str, *arguments: str) -> list[i
     """Runs a function of a test module in ``world`` processes, which find each other by the
     variables of ``torchrun``. Returns their exit codes.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-c", _RANK, json.dumps(PATHS), module, function, *arguments]
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         # Compilation at run time needs programs that are installed next to Python.
