@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ class Job:
         bin = tmp_path / "bin"
         bin.mkdir()
         self.log = log = tmp_path / "log"
+        log.unlink(missing_ok=True)
         self.staging = tmp_path / "s4weights-7"
         body = """#!/bin/bash
 echo $$ > {log}.{0}
@@ -37,7 +39,10 @@ echo {0} "$@" >> {log}
 {work}
 """
         forever = "while true; do sleep 0.05; done"
-        once = f"for _ in $(seq 40); do sleep 0.05; done; exit {code}"
+        # Until the test has seen what it waits for.
+        self.may_end = tmp_path / "may-end"
+        self.may_end.unlink(missing_ok=True)
+        once = f"until [ -e {self.may_end} ]; do sleep 0.05; done; exit {code}"
         drain = f'sleep 0.3; echo " INFO {says}" >&2; echo s4w done >> {log}; exit 0'
         for name, work, end in (("s4w", forever, drain), ("train", once, "exit 9")):
             usr1 = f"trap 'echo {name} usr1 >> {log}' USR1"
@@ -67,14 +72,25 @@ echo {0} "$@" >> {log}
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def started(self) -> None:
-        end = time.monotonic() + 30
-        while len(self.lines()) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        self.until(lambda lines: len(lines) >= 2)
+        # Until it has set its own traps.
+        status, wanted = Path(f"/proc/{self.process.pid}/status"), (signal.SIGUSR1, signal.SIGTERM)
+        if status.exists():
+            masks = re.compile(r"(?m)^SigCgt:\s*(\w+)$")
+            caught = lambda: int(masks.findall(status.read_text())[0], 16)  # noqa: E731
+            self.until(lambda _: all(caught() >> (number - 1) & 1 for number in wanted))
         time.sleep(0.3)
 
+    def until(self, is_so: Callable[[list[str]], bool]) -> None:
+        end = time.monotonic() + 120
+        while not is_so(self.lines()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
     def ended(self) -> tuple[int, str]:
-        _, said = self.process.communicate(timeout=30)
+        self.until(lambda lines: len(lines) >= 2 or self.process.poll() is not None)
+        self.may_end.touch()
+        _, said = self.process.communicate(timeout=120)
         return self.process.returncode, said
 
 
@@ -84,6 +100,7 @@ def test_a_batch_job_relays_the_signal_and_waits_for_the_runner(tmp_path: Path) 
     assert job.staging.stat().st_mode & 0o7777 == 0o700
     (job.staging / "local").mkdir()
     job.process.send_signal(signal.SIGUSR1)
+    job.until(lambda lines: {"s4w usr1", "train usr1"} <= set(lines))
     code, said = job.ended()
     assert code == 3, "the trainer's own code"
     lines = job.lines()
@@ -105,6 +122,8 @@ def test_a_batch_job_does_not_signal_a_trainer_that_did_not_ask_for_it(
     job = Job(tmp_path, environment=environment, handles_usr1=handles)
     job.started()
     job.process.send_signal(signal.SIGUSR1)
+    job.until(lambda lines: "s4w usr1" in lines)
+    time.sleep(0.3)
     code, _ = job.ended()
     # 128 + 10 if the signal had killed it.
     assert code == 3, "the trainer went on to its own end"
@@ -252,6 +271,7 @@ def test_a_batch_job_that_is_ended_does_not_end_a_drain(tmp_path: Path) -> None:
     for name in ("s4w", "train"):
         os.kill(int((tmp_path / f"log.{name}").read_text()), signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)
+    job.until(lambda lines: "train term" in lines)
     code, _ = job.ended()
     assert code == 9, "the trainer was told"
     assert job.lines().count("s4w term") == 1
@@ -267,6 +287,7 @@ def test_a_batch_job_knows_how_a_trainer_ended_that_ended_while_it_was_told(tmp_
     time.sleep(0.5)  # Until it waits.
     os.kill(int((tmp_path / "log.s4w").read_text()), signal.SIGTERM)
     job.process.send_signal(signal.SIGTERM)
+    job.until(lambda lines: "train term" in lines)
     code, _ = job.ended()
     assert code == 9, "the trainer's own code"
 

@@ -110,12 +110,12 @@ async fn leftovers_of_killed_writers_are_swept() {
 async fn what_no_retry_can_help_ends_at_once() {
     let temp = tempfile::tempdir().unwrap();
     let place = Place::folder(temp.path());
-    let store = Store::create(&place, quick_options()).await.unwrap();
+    let store = Store::create(&place, StoreOptions::default()).await.unwrap();
     toy::save(&store, 1, None, b"abc").await.unwrap();
     // A file where the folder of checkpoints should be: no retry can help.
     std::fs::rename(temp.path().join("ck"), temp.path().join("gone")).unwrap();
     std::fs::write(temp.path().join("ck"), b"").unwrap();
-    // With a retry it would end when its time is up, with another error.
+    // After retries it would say that time is up.
     let error = toy::save(&store, 2, None, b"abc").await.unwrap_err();
     assert!(matches!(error, Error::Storage { .. }), "{error:?}");
     assert_eq!(store.list().await.unwrap().len(), 1);

