@@ -43,11 +43,11 @@ def suspended_elsewhere() -> Iterator[Callable[[], None]]:
 
     def work() -> None:
         inside.set()
-        go_on.wait(30)
+        go_on.wait(120)
 
     thread = threading.Thread(target=without_collection, args=(work,))
     thread.start()
-    inside.wait(30)
+    inside.wait(120)
 
     def end() -> None:
         go_on.set()

@@ -284,7 +284,7 @@ def test_a_file_whose_background_save_is_interrupted(
     # Later saves neither wait for it, nor are replaced by it.
     monkeypatch.undo()
     s4weights.save(values(3), path)
-    s4weights.save(values(4), path, blocking=False).wait(30)
+    s4weights.save(values(4), path, blocking=False).wait(120)
     assert numbers(s4weights.load(path)) == {4.0}
 
 
@@ -307,14 +307,14 @@ def test_a_checkpoint_whose_background_save_is_interrupted(
         assert [entry.step for entry in store.list()] == listed and len(others) == 3
         assert all(numbers(store.load_checkpoint(step)) == {float(step)} for step in listed)
         monkeypatch.undo()
-        store.save_checkpoint(values(3), 3, blocking=False).wait(30)
+        store.save_checkpoint(values(3), 3, blocking=False).wait(120)
         assert numbers(store.load_checkpoint()) == {3.0}
 
 
 def save_threads_end() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("s4weights-save"):
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive()
 
 
@@ -353,7 +353,7 @@ def in_another_thread(work: Callable[[], object]) -> bool:
     """Whether the work ends."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(30)
+    thread.join(120)
     return not thread.is_alive()
 
 
@@ -436,5 +436,5 @@ def test_a_submission_to_a_runner_that_is_interrupted(
         for file in tmp_path.glob("*.s4w"):
             assert numbers(s4weights.load(file)) == {1.0}
         given: Any = store.save_checkpoint(values(2), 2, **how)
-        given._submission.wait(30)
+        given._submission.wait(120)
         assert asked[-1] == "POST /v1/submissions"

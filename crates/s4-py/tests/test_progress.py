@@ -63,7 +63,7 @@ def test_a_checkpoint(
             if blocking:
                 store.save_checkpoint(state, 1, progress=refusing)
             else:
-                store.save_checkpoint(state, 1, progress=refusing, blocking=False).wait(30)
+                store.save_checkpoint(state, 1, progress=refusing, blocking=False).wait(120)
 
         outcomes(save, lambda: len(store.list()) == seen + 1)
 
@@ -78,7 +78,7 @@ def test_a_file(tmp_path: Path, state: dict[str, Any], blocking: bool) -> None:
         if blocking:
             s4weights.save(state, path, progress=refusing)
         else:
-            s4weights.save(state, path, progress=refusing, blocking=False).wait(30)
+            s4weights.save(state, path, progress=refusing, blocking=False).wait(120)
 
     outcomes(save, path.exists)
 

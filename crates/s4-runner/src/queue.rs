@@ -632,7 +632,7 @@ mod tests {
                 let found = (queue.list().len(), queue.mode(), queue.get(id).is_some());
                 done.send(found).unwrap();
             });
-            let read = read.recv_timeout(Duration::from_secs(20));
+            let read = read.recv_timeout(Duration::from_secs(120));
             // A pipe cannot be synced.
             drop(std::fs::File::open(&pipe).unwrap());
             assert!(accepting.join().unwrap().is_err());

@@ -273,7 +273,7 @@ fn a_chain_of_changing_chunk_sizes_is_restored_level_by_level() {
             assert_eq!(checked.chunks, values.div_ceil(1 << sizes[sizes.len() - 1]));
         });
         // This once took hours.
-        assert!(started.elapsed() < Duration::from_secs(60), "{sizes:?}: {:?}", started.elapsed());
+        assert!(started.elapsed() < Duration::from_secs(600), "{sizes:?}: {:?}", started.elapsed());
     }
 }
 

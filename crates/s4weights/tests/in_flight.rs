@@ -24,7 +24,7 @@ use s4weights::{
 /// Requests for fewer bytes than this are not held up: they are for the index.
 const LEAST: usize = 60_000;
 
-/// Holds requests up until as many as wanted have come, but not for long.
+/// Holds requests up until as many as wanted have come, but not for ever.
 #[derive(Debug, Default)]
 struct Gate {
     wanted: AtomicUsize,
@@ -36,7 +36,7 @@ impl Gate {
     async fn pass(&self) {
         let now = self.now.fetch_add(1, Ordering::SeqCst) + 1;
         self.most.fetch_max(now, Ordering::SeqCst);
-        for _ in 0..2000 {
+        for _ in 0..60_000 {
             if self.most.load(Ordering::SeqCst) >= self.wanted.load(Ordering::SeqCst) {
                 break;
             }
