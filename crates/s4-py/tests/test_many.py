@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def test_reading_stops_with_an_interrupt(
 
     def new_tensor(self: Any, number: int, *args: Any) -> Any:
         if number == 170:
+            while not threads_of_reads:
+                time.sleep(0.001)
             raise KeyboardInterrupt
         return original(self, number, *args)
 

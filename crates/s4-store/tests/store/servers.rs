@@ -4,6 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use object_store::aws::AmazonS3Builder;
 use object_store::client::{
@@ -19,6 +20,14 @@ use s4_store::{
     CheckOptions, Error, Mode, Place, ProbeLimits, StorageOptions, Store, StoreOptions, Writers,
 };
 use uuid::Uuid;
+
+/// Options for servers that a busy machine may keep from answering for a while.
+fn patient_options() -> StoreOptions {
+    let mut options = quick_options();
+    options.retry.first_contact = Duration::from_secs(120);
+    options.retry.deadline = Duration::from_secs(120);
+    options
+}
 
 /// The bucket and container that exist on the servers.
 const BUCKET: &str = "s4test";
@@ -145,12 +154,14 @@ async fn a_server_whose_creates_race_is_found_out() {
     };
     let url = format!("s3://{BUCKET}/{}", Uuid::now_v7());
     let place = Place::open_url(&url, &s3_options(&endpoint)).unwrap();
-    let thorough = StoreOptions { probe: ProbeLimits::default(), ..quick_options() };
+    // As many races as usual, however slow the machine is.
+    let probe = ProbeLimits { time: Duration::from_secs(60), ..ProbeLimits::default() };
+    let thorough = StoreOptions { probe, ..patient_options() };
     for _ in 0..20 {
         let refused = Store::create(&place, thorough.clone()).await;
         assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
     }
-    let single = StoreOptions { writers: Writers::Single, ..quick_options() };
+    let single = StoreOptions { writers: Writers::Single, ..patient_options() };
     let store = Store::create(&place, single).await.unwrap();
     let found = store.probe_again().await.unwrap();
     assert!(found.refuses_second && !found.survives_races, "{found:?}");
@@ -257,11 +268,11 @@ async fn faults_on_the_wire_below_the_clients_retries() {
                 left.store(nth, Ordering::SeqCst);
                 let place =
                     Place::objects(Arc::clone(&client), prefix.clone().join(nth.to_string()));
-                let store = Store::create(&place, quick_options()).await.unwrap();
+                let store = Store::create(&place, patient_options()).await.unwrap();
                 assert_eq!(store.repo().mode, Mode::Many, "{name}, {fault:?}, PUT {nth}");
             }
             let place = Place::objects(client, prefix);
-            let store = Store::create(&place, quick_options()).await.unwrap();
+            let store = Store::create(&place, patient_options()).await.unwrap();
             assert_eq!(store.repo().mode, Mode::Many);
             let before = wire.puts.load(Ordering::SeqCst);
             let mut saved = vec![toy::save(&store, 0, None, &[0; 20]).await.unwrap()];
@@ -275,7 +286,7 @@ async fn faults_on_the_wire_below_the_clients_retries() {
                 saved.push(one.unwrap_or_else(|e| panic!("{what}: {e}")));
                 assert!(left.load(Ordering::SeqCst) > u32::MAX / 2, "{what} was never sent");
             }
-            let reader = Store::open(&place, quick_options()).await.unwrap();
+            let reader = Store::open(&place, patient_options()).await.unwrap();
             let listed: Vec<_> = reader.list().await.unwrap().iter().map(|c| c.id()).collect();
             assert_eq!(listed, saved.iter().map(|c| c.id()).collect::<Vec<_>>(), "{name}");
             let all = CheckOptions { read_data: true, ..CheckOptions::default() };
