@@ -138,7 +138,8 @@ fn every_verb_keeps_to_the_timeout() {
         &["plot", file],
     ];
     std::thread::scope(|scope| {
-        verbs.iter().for_each(|verb| drop(scope.spawn(|| keeps(verb))));
+        let keeps = &keeps;
+        verbs.iter().for_each(|verb| drop(scope.spawn(move || keeps(verb))));
     });
 }
 
