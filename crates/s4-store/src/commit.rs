@@ -121,7 +121,7 @@ impl Inner {
         let newest = head.max(1);
         let (store, entries) = futures::join!(
             self.check_repo(),
-            self.read_entries(before.min(newest)..head + 2, newest),
+            self.read_entries(before.min(newest)..head + 3, newest),
         );
         store?;
         let mut entries = entries?;
@@ -136,14 +136,32 @@ impl Inner {
         if !same || known.own.reread {
             return self.recover(known).await;
         }
-        if entries.contains_key(&(head + 1)) {
+        let (next, later) = (entries.contains_key(&(head + 1)), entries.contains_key(&(head + 2)));
+        if next || later {
             known.own.others = Some(Instant::now());
             match self.advance(known).await {
                 Err(e) if e.is_log_damage() => return self.recover(known).await,
                 other => other?,
             }
+            return self.check_ends_here(known).await;
         }
         Ok(())
+    }
+
+    /// Checks that the log really ends with the newest known entry. If only the next entry has been lost, a process
+    /// that has not read it yet would otherwise write another one in its place, without knowing the later ones.
+    pub(crate) async fn check_ends_here(&self, known: &Known) -> Result<()> {
+        let next = known.state.head() + 1;
+        match self.read_slot(next + 1).await.map_err(|e| self.unreadable(next + 1, e))? {
+            Seen::Empty => Ok(()),
+            // Others may have created both in the meantime.
+            Seen::Entry(..) => match self.read_slot(next).await {
+                Ok(Seen::Empty) => {
+                    Err(self.damaged(LogDamage::Missing { first: next, last: next }))
+                }
+                _ => Ok(()),
+            },
+        }
     }
 
     /// Checks that the store is still there, by reading its newest known entry. If that is a

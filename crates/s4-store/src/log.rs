@@ -160,6 +160,7 @@ impl Inner {
                     let followed = self.follow_other(&mut known, &other, hash).await;
                     if !created || owed.is_some() || again {
                         followed?;
+                        self.check_ends_here(&known).await?;
                         continue;
                     }
                     match followed {
@@ -267,7 +268,13 @@ impl Inner {
         for attempt in 0.. {
             if let Seen::Entry(entry, _) = self.read_slot(unknown.slot).await? {
                 self.sync_log()?;
-                let ours = entry.write_id == unknown.write_id;
+                // A repair of the log may have restored the entry, under a write id of its own. Where the entry has no
+                // effect any more, it has put a fence in its place.
+                let ours = match (&entry.op, unknown.checkpoint) {
+                    (Op::Fence { against }, _) if *against == unknown.write_id => false,
+                    (op, Some(id)) => op.published() == Some(id),
+                    _ => entry.write_id == unknown.write_id,
+                };
                 let mut known = self.known.lock().await;
                 self.refresh(&mut known).await?;
                 if ours {

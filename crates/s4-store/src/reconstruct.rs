@@ -9,6 +9,7 @@ use s4_format::Digest;
 
 use crate::entry::{Entry, Op, Publish, Reference};
 use crate::id::CheckpointId;
+use crate::layout::Parts;
 use crate::state::{Checkpoint, End, State};
 
 /// No more checkpoints are added to an operation, so that its entry does not become too large.
@@ -35,7 +36,11 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     for (id, dead) in &state.dead {
         let End::Replaced { by, had } = dead.how else { continue };
         // All members of a family hold the same values, so the newest one describes them all.
-        let Some(newest) = state.get(state.stands_for(*id)) else { continue };
+        let Some(newest) = state.get(state.stands_for(*id)) else {
+            // The newest one has ended, too. But without this entry, the replaced one would be listed again.
+            ops.insert(dead.entry, ended(by, Reference { id: *id, manifest_blake3: had }));
+            continue;
+        };
         if !replacements.contains(id) {
             ops.insert(newest.order, stand_in(newest, *id, had, None));
         }
@@ -64,9 +69,13 @@ pub(crate) fn heirs<'a>(good: &[&'a Entry]) -> BTreeMap<CheckpointId, &'a Publis
     good.iter().filter_map(heir).collect()
 }
 
-/// Whether a later entry replaces what this one publishes.
+/// Whether a later entry replaces what this one lists.
 pub(crate) fn has_heir(heirs: &BTreeMap<CheckpointId, &Publish>, entry: &Entry) -> bool {
-    entry.op.published().is_some_and(|id| heirs.contains_key(&id))
+    match &entry.op {
+        Op::Publish(about) => heirs.contains_key(&about.id),
+        Op::Unretire { about, .. } => heirs.contains_key(&about.id),
+        _ => false,
+    }
 }
 
 /// Adds a stand-in for each checkpoint that has ended (which `is_over` says, or an heir proves) but that
@@ -175,6 +184,26 @@ fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
     }
     let (order, published_ms) = (checkpoint.order, checkpoint.at_ms);
     Op::Unretire { about: Box::new(about), order, published_ms }
+}
+
+/// Publishes a checkpoint that replaced another one and has ended: nothing else is known about it.
+fn ended(id: Reference, old: Reference) -> Op {
+    Op::Publish(Publish {
+        id: id.id,
+        step: 0,
+        parent: None,
+        since_base: 0,
+        replaces: Some(old),
+        order: None,
+        manifest_blake3: id.manifest_blake3,
+        manifest_len: 0,
+        objects: 0,
+        parts: Parts::default(),
+        data_len: 0,
+        raw_len: 0,
+        metrics: BTreeMap::new(),
+        tags: BTreeMap::new(),
+    })
 }
 
 /// Publishes a checkpoint that was replaced later: nothing but its id and its manifest's hash

@@ -2,9 +2,9 @@
 //!
 //! A repair relinks the remaining entries of the log. An unreadable entry is restored from a view or from
 //! what later entries prove, or replaced by a `fence`; later entries keep their numbers and operations, and
-//! get the new hash of the entry before them. Whatever is overwritten or removed is copied first. Entries
-//! are written in ascending order: a repair that was interrupted leaves a log whose damage is still visible,
-//! and running it again gives the same result.
+//! get the new hash of the entry before them. Whatever is overwritten or removed is copied first. Entries that
+//! are added at the end are written first, then the others in ascending order: a repair that was interrupted
+//! leaves a log whose damage is still visible, and running it again gives the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -72,6 +72,8 @@ pub struct RepairReport {
 #[derive(Default)]
 struct Plan {
     entries: BTreeMap<u64, Bytes>,
+    /// The number with which the log ended; further entries are added.
+    last: u64,
     state: State,
     report: RepairReport,
 }
@@ -88,7 +90,7 @@ impl Store {
     pub async fn repair(place: &Place, options: StoreOptions, apply: bool) -> Result<RepairReport> {
         let store = Self::open_read_only(place, options).await?;
         let inner = &store.inner;
-        let survey = inner.survey(view::read(inner).await).await?;
+        let survey = inner.survey(view::read_surely(inner).await?).await?;
         let mut plan = if survey.damage.is_empty() {
             Plan { state: survey.state, ..Plan::default() }
         } else {
@@ -115,6 +117,7 @@ impl Inner {
         let mut plan = Plan::default();
         plan.report.damage.clone_from(&survey.damage);
         let (last, removed) = split(&survey.slots.taken, survey.anchor.head());
+        plan.last = last;
         let mut known = reconstruct(&survey.anchor);
         // An entry of another log must not take a number whose content the view knows.
         let known_better = |n| n < survey.anchor.head() && survey.slots.is_stray(n);
@@ -152,7 +155,10 @@ impl Inner {
                     Entry { v: 1, n, prev: plan.state.head_hash, write_id: ours, at_ms: now, op }
                 }
             };
-            let has_heir = has_heir(&heirs, &entry);
+            // Of a checkpoint that the view says has ended, only that it was listed matters.
+            let is_over = |id| survey.anchor.dead(id).is_some();
+            let has_heir = has_heir(&heirs, &entry)
+                || (was.is_none() && entry.op.published().is_some_and(is_over));
             plan.write(self, entry, was.map(|(entry, _)| &**entry), has_heir)?;
         }
         let hollow = self.hollow(&plan.state, &survey.stored).await?;
@@ -197,7 +203,10 @@ impl Inner {
         let key = aside.join("repair.json");
         self.io.put(&key, seal::seal(key.as_ref(), &told)?.into()).await?;
         self.reached("repair.aside").await;
-        for (n, bytes) in &plan.entries {
+        // What comes after the end of the log is written first: some of it only the view knows, and once the entry
+        // that the view ends with has another hash, a later repair cannot use the view.
+        let added = plan.entries.range(plan.last + 1..);
+        for (n, bytes) in added.chain(plan.entries.range(..=plan.last)) {
             self.io.put(&self.layout.entry(*n), bytes.clone()).await?;
             self.reached("repair.entry").await;
         }

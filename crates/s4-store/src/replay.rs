@@ -250,7 +250,13 @@ impl Inner {
             return Ok(self.read_slots(from).await?.good().cloned().collect());
         }
         let read = |n| async move { self.read_entry(n).await.map(|(entry, _)| entry) };
-        let entries = futures::stream::iter(from..=last).map(read);
-        entries.buffered(self.concurrency()).try_collect().await
+        let entries = futures::stream::iter(from..=last).map(read).buffered(self.concurrency());
+        match entries.try_collect().await {
+            // The damage is before the entry that the view ends with, so the state does not show it.
+            Err(Error::Corrupt { .. } | Error::Missing { .. }) if self.read_only => {
+                Ok(self.read_slots(from).await?.good().cloned().collect())
+            }
+            other => other,
+        }
     }
 }

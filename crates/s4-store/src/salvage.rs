@@ -131,11 +131,13 @@ impl Inner {
         let mut taken: BTreeSet<u64> =
             listed.iter().filter_map(|m| self.layout.parse_entry(&m.location)).collect();
         // A listing may be stale, and shows no link that leads nowhere.
-        let next = taken.last().copied().unwrap_or(0).max(from).saturating_add(1);
-        match self.read_slot(next).await {
-            Ok(Seen::Empty) => {}
-            Ok(Seen::Entry(..)) | Err(Error::Corrupt { .. }) => drop(taken.insert(next)),
-            Err(e) => return Err(e),
+        loop {
+            let next = taken.last().copied().unwrap_or(0).max(from).saturating_add(1);
+            match self.read_slot(next).await {
+                Ok(Seen::Entry(..)) | Err(Error::Corrupt { .. }) if taken.insert(next) => {}
+                Ok(_) | Err(Error::Corrupt { .. }) => break,
+                Err(e) => return Err(e),
+            }
         }
         let wanted: Vec<u64> = taken.range(from..).copied().collect();
         let read = |n| async move {

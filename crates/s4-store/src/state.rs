@@ -306,8 +306,12 @@ impl State {
             return (None, refused);
         }
         let mut verdict = self.check(&entry.op);
-        if let (Err(_), true, Op::Publish(about)) = (&verdict, has_heir, &mut entry.op) {
-            (about.parent, about.replaces) = (None, None);
+        if verdict.is_err() && has_heir {
+            match &mut entry.op {
+                Op::Publish(about) => (about.parent, about.replaces) = (None, None),
+                Op::Unretire { about, .. } => about.parent = None,
+                _ => {}
+            }
             verdict = self.check(&entry.op);
         }
         if let Err(conflict) = verdict {

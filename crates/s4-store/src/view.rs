@@ -9,6 +9,7 @@ use s4_format::Digest;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::id::CheckpointId;
 use crate::seal;
@@ -32,6 +33,15 @@ struct View {
 
 /// The state of the view, if there is a good one.
 pub(crate) async fn read(inner: &Inner) -> Option<State> {
+    read_surely(inner).await.unwrap_or_else(|e| {
+        tracing::warn!(error = %e, "the stored view cannot be read: replaying the log");
+        None
+    })
+}
+
+/// As [`read`]; an error if it is not known whether there is a good one. A repair without it would lose what
+/// only the view knows, for good.
+pub(crate) async fn read_surely(inner: &Inner) -> Result<Option<State>> {
     let key = inner.layout.view();
     let parse = |bytes: &bytes::Bytes| seal::open::<View>(key.as_ref(), bytes);
     match inner.io.get_checked(&key, MAX_VIEW, parse).await {
@@ -40,15 +50,15 @@ pub(crate) async fn read(inner: &Inner) -> Option<State> {
             if let Err(what) = state {
                 tracing::warn!(what, "the stored view is inconsistent: replaying the log");
             }
-            state.ok()
+            Ok(state.ok())
         }
-        Ok(_) => None,
-        Err(e) => {
-            if !e.is_missing() {
-                tracing::warn!(error = %e, "the stored view is unusable: replaying the log");
-            }
-            None
+        Ok(_) => Ok(None),
+        Err(e) if e.is_missing() => Ok(None),
+        Err(e @ (Error::Corrupt { .. } | Error::Unsupported { .. })) => {
+            tracing::warn!(error = %e, "the stored view is unusable: replaying the log");
+            Ok(None)
         }
+        Err(e) => Err(e),
     }
 }
 

@@ -47,6 +47,8 @@ pub enum Fault {
     CrashAfter,
     /// It is refused permanently and has no effect.
     Denied,
+    /// A write fails for lack of space and has no effect.
+    Full,
     /// A read fails as that of a bad sector does.
     Unreadable,
     /// It has its effect, and no answer ever comes.
@@ -242,6 +244,10 @@ impl FaultStore {
                 let source = Box::new(std::io::Error::from_raw_os_error(5));
                 Err(Error::Generic { store: "fault", source })
             }
+            Some(Fault::Full) => {
+                let source = Box::new(std::io::Error::from(std::io::ErrorKind::StorageFull));
+                Err(Error::Generic { store: "fault", source })
+            }
             Some(Fault::Before) => Err(injected("not done")),
             Some(Fault::Conflict) => Err(taken(key)),
             Some(Fault::Denied) => Err(Error::PermissionDenied {
@@ -389,6 +395,7 @@ fn fits(fault: Fault, kind: OpKind) -> bool {
         Fault::Before | Fault::Crash | Fault::Denied | Fault::Unanswered => true,
         Fault::After | Fault::CrashAfter | Fault::Late => is_change(kind),
         Fault::TakenByUs | Fault::Conflict => kind == OpKind::Create,
+        Fault::Full => matches!(kind, OpKind::Put | OpKind::Create),
         Fault::Short | Fault::Flipped => kind == OpKind::Get,
         Fault::Unreadable => matches!(kind, OpKind::Get | OpKind::Head),
         Fault::Stale => kind == OpKind::List,

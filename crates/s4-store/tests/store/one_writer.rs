@@ -12,7 +12,7 @@ use s4_store::testing::{
     Fault, FaultStore, Liar, Lie, OpKind, Random, SeededIds, quick_options, toy,
 };
 use s4_store::{
-    CheckOptions, CheckpointId, CommitUnknown, Error, Place, Resolution, Store, StoreOptions,
+    CheckOptions, CheckpointId, CommitUnknown, Error, Mode, Place, Resolution, Store, StoreOptions,
     Writers,
 };
 
@@ -31,6 +31,8 @@ struct Model {
     /// Found not to be in the log, which is final.
     never: BTreeSet<CheckpointId>,
     unknown: Vec<CommitUnknown>,
+    /// How often the store was opened to many writers.
+    switched: usize,
 }
 
 type Shared = Arc<Mutex<Model>>;
@@ -67,12 +69,22 @@ async fn resolve(store: &Store, model: &Shared) -> Result<(), Error> {
     Ok(())
 }
 
-async fn process(place: Place, model: Shared, seed: u64, who: u64) {
+/// Opens the store to many writers, if it is not yet. This handle can only read afterwards.
+async fn switch(store: &Store, model: &Shared) -> Result<(), Error> {
+    if store.repo().mode == Mode::Single {
+        store.allow_many_writers().await?;
+        model.lock().unwrap().switched += 1;
+    }
+    Ok(())
+}
+
+async fn process(place: Place, model: Shared, seed: u64, who: u64, switches: bool) {
     let mut random = Random::new(seed << 8 | who);
     for life in 0..3 {
         tokio::time::sleep(Duration::from_millis(random.below(100_000))).await;
-        let Ok(store) = Store::open(&place, options(seed, who * 64 + life)).await else { continue };
-        for _ in 0..6 {
+        let open = async |n: u64| Store::open(&place, options(seed, who * 64 + life + n)).await;
+        let Ok(mut store) = open(0).await else { continue };
+        for n in 0..6 {
             let (what, dies, stops) = (random.below(8), random.one_in(8), random.one_in(8));
             let after = Duration::from_millis(random.below(300));
             let length = Duration::from_millis(random.below(STOP.as_millis() as u64));
@@ -82,6 +94,7 @@ async fn process(place: Place, model: Shared, seed: u64, who: u64) {
                     0..5 => save(&store, &model, acting).await,
                     5 => resolve(&store, &model).await,
                     6 => store.release().await,
+                    _ if switches => switch(&store, &model).await,
                     _ => store.list().await.map(drop),
                 }
             };
@@ -98,6 +111,7 @@ async fn process(place: Place, model: Shared, seed: u64, who: u64) {
                     }
                 }
             };
+            let is_refused = matches!(done, Err(Error::Refused(_)));
             match done {
                 Ok(()) => {}
                 Err(Error::CommitUnknown(unknown)) => model.lock().unwrap().unknown.push(*unknown),
@@ -111,7 +125,13 @@ async fn process(place: Place, model: Shared, seed: u64, who: u64) {
                     | Error::Corrupt { .. }
                     | Error::Missing { .. },
                 ) => {}
+                Err(Error::ProbeDisturbed { .. }) if switches => {}
                 Err(other) => panic!("unexpected: {other:?}"),
+            }
+            if switches && (is_refused || what == 7) {
+                // The store may be open to many writers now: only a new handle can write.
+                let Ok(again) = open(8 * (n + 1)).await else { break };
+                store = again;
             }
             if random.one_in(3) {
                 tokio::time::sleep(Duration::from_millis(random.below(100_000))).await;
@@ -124,10 +144,21 @@ async fn process(place: Place, model: Shared, seed: u64, who: u64) {
     }
 }
 
-async fn simulate(seed: u64) -> usize {
+/// What the server does with conditions, and whether processes open the store to many writers.
+#[derive(Clone, Copy, PartialEq)]
+enum Server {
+    Ignores,
+    /// It ignored them when the store was created.
+    Improved,
+    Honours,
+}
+
+async fn simulate(seed: u64, kind: Server) -> (usize, usize) {
     let clock = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
     clock.set_delays(seed);
     let server = Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition));
+    server.set_honest(kind == Server::Honours);
+    let switches = kind != Server::Ignores;
     let connection = |who: u64| {
         let faults = FaultStore::new(Arc::clone(&server) as _);
         faults.set_lateness(seed ^ who, LATE);
@@ -138,6 +169,7 @@ async fn simulate(seed: u64) -> usize {
     let (_, calm) = connection(99);
     let store = Store::create(&calm, options(seed, 4000)).await.unwrap();
     store.release().await.unwrap();
+    server.set_honest(switches);
     let model = Shared::default();
     let mut random = Random::new(seed);
     let rate = 5 + random.below(30);
@@ -160,7 +192,7 @@ async fn simulate(seed: u64) -> usize {
                 };
                 (outage > 0 || random.one_in(rate)).then_some(fault)
             });
-            tokio::spawn(process(place, Arc::clone(&model), seed, who))
+            tokio::spawn(process(place, Arc::clone(&model), seed, who, switches))
         })
         .collect();
     for process in processes {
@@ -186,18 +218,35 @@ async fn simulate(seed: u64) -> usize {
     for id in &model.never {
         assert!(state.get(*id).is_none(), "{id} was lost and is listed");
     }
-    let acknowledged = model.listed.len();
+    let done = (model.listed.len(), model.switched);
     for checkpoint in state.list() {
         let chain = toy::chain(&state, checkpoint).unwrap();
         assert_eq!(toy::restore(&store, &chain).await.unwrap(), model.contents[&checkpoint.id()]);
     }
-    acknowledged
+    done
+}
+
+fn total(runs: &[(usize, usize)]) -> (usize, usize) {
+    runs.iter().fold((0, 0), |sum, run| (sum.0 + run.0, sum.1 + run.1))
 }
 
 #[test]
 fn writers_in_turn_against_a_model() {
-    let runs = simulations(100, simulate);
-    let (acknowledged, count) = (runs.iter().sum::<usize>(), runs.len());
+    let runs = simulations(100, |seed| simulate(seed, Server::Ignores));
+    let (acknowledged, count) = (total(&runs).0, runs.len());
     println!("{count} seeds: {acknowledged} acknowledged saves");
     assert!(acknowledged > count, "the simulation does nothing");
+}
+
+/// Processes open the store to many writers while others save to it.
+#[test]
+fn a_store_is_opened_to_many_writers_while_it_is_written() {
+    for kind in [Server::Honours, Server::Improved] {
+        let runs = simulations(30, |seed| simulate(seed, kind));
+        let ((acknowledged, switched), count) = (total(&runs), runs.len());
+        println!(
+            "{count} seeds: {acknowledged} acknowledged saves, {switched} times opened to many writers"
+        );
+        assert!(acknowledged > count && switched > count / 4, "the simulation does nothing");
+    }
 }

@@ -7,7 +7,9 @@ use futures::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use s4_store::testing::{Fault, FaultStore, quick_options, toy};
-use s4_store::{CheckOptions, CheckpointId, Error, LogDamage, Place, Store, SweepOptions};
+use s4_store::{
+    CheckOptions, Checkpoint, CheckpointId, Error, LogDamage, Place, Store, SweepOptions,
+};
 
 use crate::damage::{WAYS, Way, grown, harm, key, left, steps};
 use crate::faulty;
@@ -92,7 +94,7 @@ type Seen = Vec<(CheckpointId, u64, Option<CheckpointId>, bool, u64)>;
 
 async fn seen(store: &Store) -> Seen {
     let state = store.state().await.unwrap();
-    let one = |c: &s4_store::Checkpoint| (c.id(), c.step(), c.base, c.pinned, c.order);
+    let one = |c: &Checkpoint| (c.id(), c.step(), c.base, c.pinned, c.order);
     state.list().into_iter().map(one).collect()
 }
 
@@ -191,10 +193,18 @@ async fn a_repair_stops_at_every_request() {
                 if !view {
                     faults.delete(&Path::from("runs/one/logck")).await.unwrap();
                 }
-                let n = if view { 3 } else { head - 3 };
+                let n = match (view, fault) {
+                    (true, Fault::Crash) => 3,
+                    // A pin: the view alone knows of it then, and a repair adds it at the end.
+                    (true, _) => head - 1,
+                    (false, _) => head - 3,
+                };
                 harm(&faults, n, Way::Flipped, &faults).await;
                 let planned = Store::repair(&place, quick_options(), false).await.unwrap();
-                let wanted: Vec<_> = planned.listed.iter().map(s4_store::Checkpoint::id).collect();
+                let outcome = |all: &[Checkpoint]| -> Vec<_> {
+                    all.iter().map(|c| (c.id(), c.pinned)).collect()
+                };
+                let wanted = outcome(&planned.listed);
                 faults.fail_nth(nth, fault);
                 let stopped = Store::repair(&place, quick_options(), true).await;
                 let fired = faults.fired() > 0 || nth < faults.ops();
@@ -202,13 +212,11 @@ async fn a_repair_stops_at_every_request() {
                 let what = format!("view {view}, request {nth}, {fault:?}");
                 // If the store can be opened for writing, everything is there.
                 if let Ok(store) = Store::open(&place, quick_options()).await {
-                    let ids: Vec<_> = store.list().await.unwrap().iter().map(|c| c.id()).collect();
-                    assert_eq!(ids, wanted, "{what}");
+                    assert_eq!(outcome(&store.list().await.unwrap()), wanted, "{what}");
                 }
                 Store::repair(&place, quick_options(), true).await.unwrap();
                 let store = Store::open(&place, quick_options()).await.unwrap();
-                let ids: Vec<_> = store.list().await.unwrap().iter().map(|c| c.id()).collect();
-                assert_eq!(ids, wanted, "{what}");
+                assert_eq!(outcome(&store.list().await.unwrap()), wanted, "{what}");
                 steps(&store).await;
                 if !fired {
                     assert!(stopped.is_ok(), "{what}");
@@ -273,4 +281,72 @@ async fn a_slot_that_cannot_be_read_is_not_taken_for_an_entry() {
             }
         }
     }
+}
+
+/// A replacement proves that the checkpoint which it replaced was listed, even if that had been retired and listed
+/// again, and what it was a delta of is lost.
+#[tokio::test(start_paused = true)]
+async fn a_rebase_of_a_checkpoint_that_was_listed_again_survives() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let one = toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+    let two = toy::save(&store, 2, Some((one.reference(), &[1; 20])), &[2; 20]).await.unwrap();
+    store.retire(&[two.id()], "").await.unwrap();
+    store.unretire(&[two.id()]).await.unwrap();
+    store.rebase(two.id(), &mut toy::ToyRebaser::default()).await.unwrap();
+    harm(&faults, 1, Way::Flipped, &faults).await;
+    Store::repair(&place, quick_options(), true).await.unwrap();
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&store).await, [2]);
+}
+
+/// The view knows that a checkpoint was replaced, even if its replacement has been retired since.
+#[tokio::test(start_paused = true)]
+async fn a_replaced_checkpoint_is_not_listed_again_in_place_of_a_retired_one() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let one = toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+    let two = toy::save(&store, 2, Some((one.reference(), &[1; 20])), &[2; 20]).await.unwrap();
+    let new = store.rebase(two.id(), &mut toy::ToyRebaser::default()).await.unwrap();
+    let three = toy::save(&store, 3, Some((new.reference(), &[2; 20])), &[3; 20]).await.unwrap();
+    store.retire(&[three.id(), new.id()], "").await.unwrap();
+    store.sweep(&SweepOptions::default()).await.unwrap();
+    let before = seen(&store).await;
+    harm(&faults, 3, Way::Flipped, &faults).await;
+    Store::repair(&place, quick_options(), true).await.unwrap();
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(seen(&store).await, before);
+}
+
+/// One entry is gone, and a process has not read it yet: it does not write another one in its place.
+#[tokio::test(start_paused = true)]
+async fn a_hole_in_the_log_is_not_written_to() {
+    let (faults, place, _) = grown(4).await;
+    let stale = Store::open(&place, quick_options()).await.unwrap();
+    let other = Store::open(&place, quick_options()).await.unwrap();
+    for step in [5, 6] {
+        toy::save(&other, step, None, &[step as u8; 20]).await.unwrap();
+    }
+    faults.delete(&key(5)).await.unwrap();
+    let refused = toy::save(&stale, 7, None, &[7; 20]).await.unwrap_err();
+    assert!(refused.is_log_damage(), "{refused}");
+    assert!(faults.get(&key(5)).await.is_err());
+}
+
+/// Without the view a repair would lose what only the view knows, so it does not begin.
+#[tokio::test(start_paused = true)]
+async fn a_view_that_cannot_be_read_now_ends_a_repair() {
+    let (faults, place, _) = eventful().await;
+    harm(&faults, 3, Way::Flipped, &faults).await;
+    let before = everything(&faults).await;
+    let mut reads = 0;
+    faults.set_plan(move |op| {
+        // The first time, the store is opened.
+        reads += u64::from(op.key.ends_with("logck"));
+        (op.key.ends_with("logck") && reads > 1).then_some(Fault::Denied)
+    });
+    let refused = Store::repair(&place, quick_options(), true).await.unwrap_err();
+    assert!(matches!(refused, Error::Storage { .. }), "{refused}");
+    faults.heal();
+    assert_eq!(everything(&faults).await, before);
 }

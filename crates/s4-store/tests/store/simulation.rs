@@ -5,13 +5,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use s4_store::testing::{Fault, OpKind, Random, SeededIds, quick_options, toy};
+use s4_store::testing::{Fault, OpInfo, OpKind, Random, SeededIds, quick_options, toy};
 use s4_store::{
     About, CheckOptions, Checkpoint, CheckpointId, CommitUnknown, Conflict, Entry, Error,
     ObjectInfo, Op, Place, Reference, Resolution, Retention, Store, StoreOptions, SweepOptions,
 };
 
 use crate::{faulty, simulations};
+
+mod repairs;
 
 const LEN: usize = 24;
 const GRACE: Duration = Duration::from_secs(24 * 3600);
@@ -42,6 +44,8 @@ struct Model {
     maybe_unpinned: BTreeSet<CheckpointId>,
     /// What may have replaced a checkpoint.
     heirs: BTreeMap<CheckpointId, Vec<CheckpointId>>,
+    /// The log was damaged, so processes may find that it is not the one that they know.
+    harmed: bool,
     acknowledged: usize,
     restored: usize,
     swept: usize,
@@ -98,6 +102,7 @@ fn expected(model: &Shared, error: Error) {
         ) => {}
         // Two damaged reads in a row look like damage of what is stored.
         Error::Corrupt { .. } | Error::LogDamaged { .. } => {}
+        Error::Gone { .. } | Error::SaveLost { .. } if model.lock().unwrap().harmed => {}
         other => panic!("unexpected: {other:?}"),
     }
 }
@@ -128,10 +133,15 @@ async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(
     let content = content(random);
     let parent = base.as_ref().map(|(reference, base)| (*reference, &base[..]));
     let staged = toy::stage(store, random.below(1000), parent, &content).await?;
-    model.lock().unwrap().contents.insert(staged.id(), content);
-    let saved = staged.publish().await?;
+    let id = staged.id();
+    model.lock().unwrap().contents.insert(id, content);
+    let saved = staged.publish().await;
     let mut model = model.lock().unwrap();
-    model.listed.insert(saved.id());
+    // Whatever else is wrong, the log does not list it, and never will.
+    model
+        .never
+        .extend(saved.as_ref().err().filter(|e| !matches!(e, Error::CommitUnknown(_))).map(|_| id));
+    model.listed.insert(saved?.id());
     model.acknowledged += 1;
     Ok(())
 }
@@ -234,13 +244,23 @@ async fn sweep(store: &Store, model: &Shared) -> Result<(), Error> {
     Ok(())
 }
 
+fn published(entry: &Entry) -> Option<CheckpointId> {
+    match &entry.op {
+        Op::Publish(about) => Some(about.id),
+        _ => None,
+    }
+}
+
 /// Finds out what became of a commit.
 async fn resolve(store: &Store, model: &Shared) -> Result<(), Error> {
     let Some(unknown) = model.lock().unwrap().unknown.pop() else { return Ok(()) };
     let resolved = store.resolve(&unknown).await;
     let mut model = model.lock().unwrap();
     match (resolved, unknown.checkpoint) {
-        (Ok(Resolution::Committed(_)), id) => model.listed.extend(id),
+        (Ok(Resolution::Committed(entry)), id) => {
+            assert_eq!(published(&entry), id, "{entry:?}");
+            model.listed.extend(id);
+        }
         (Ok(Resolution::Lost), id) => model.never.extend(id),
         (Err(error), _) => {
             model.unknown.push(unknown);
@@ -375,14 +395,53 @@ async fn stopped<T>(operation: impl Future<Output = T>, after: Duration, length:
     }
 }
 
+/// One operation of a process, during which it may die or be stopped. Returns whether it lives.
+async fn act(world: &World, me: (u64, u64), store: &Store, random: &mut Random) -> bool {
+    let model = &world.model;
+    let ms = |random: &mut Random, most| Duration::from_millis(random.below(most));
+    let what = random.below(16);
+    let after = ms(random, 400);
+    let (dies, stops) = (random.one_in(10), random.one_in(10));
+    let length = ms(random, 300_000_000);
+    let operation = async {
+        match what {
+            0..6 => publish(store, model, random).await,
+            6 => publish_ranks(world, world.options(me.0, me.1 + 32), store, random).await,
+            7 => retire(store, model, random).await,
+            8 if random.one_in(2) => unretire(store, model, random).await,
+            8 => retire(store, model, random).await,
+            9 => rebase(store, model, random).await,
+            10 => pin(store, model, random).await,
+            11 => give_up(store, model, random).await,
+            12 => sweep(store, model).await,
+            13 => resolve(store, model).await,
+            _ => read(store, model, random).await,
+        }
+    };
+    let done = if dies {
+        // It dies at an arbitrary `await`: the future is dropped there.
+        match tokio::time::timeout(after, operation).await {
+            Ok(done) => done,
+            Err(_) => return false,
+        }
+    } else if stops && what < 14 {
+        stopped(operation, after, length).await
+    } else {
+        operation.await
+    };
+    if let Err(error) = done {
+        expected(model, error);
+    }
+    true
+}
+
 /// One process after another: each lives until it is done or dies.
 async fn writer(world: Arc<World>, who: u64) {
     let mut random = Random::new(world.seed << 8 | who);
     let model = &world.model;
     for life in 0..3 {
-        let ms = |random: &mut Random, most| Duration::from_millis(random.below(most));
         if random.one_in(2) {
-            tokio::time::sleep(ms(&mut random, 200_000_000)).await;
+            tokio::time::sleep(Duration::from_millis(random.below(200_000_000))).await;
         }
         let opening = Store::open(&world.place, world.options(who, life));
         let store = match opening.await {
@@ -393,38 +452,8 @@ async fn writer(world: Arc<World>, who: u64) {
             }
         };
         for _ in 0..6 {
-            let (what, random) = (random.below(16), &mut random);
-            let after = ms(random, 400);
-            let (dies, stops) = (random.one_in(10), random.one_in(10));
-            let length = ms(random, 300_000_000);
-            let operation = async {
-                match what {
-                    0..6 => publish(&store, model, random).await,
-                    6 => publish_ranks(&world, world.options(who, life + 32), &store, random).await,
-                    7 => retire(&store, model, random).await,
-                    8 if random.one_in(2) => unretire(&store, model, random).await,
-                    8 => retire(&store, model, random).await,
-                    9 => rebase(&store, model, random).await,
-                    10 => pin(&store, model, random).await,
-                    11 => give_up(&store, model, random).await,
-                    12 => sweep(&store, model).await,
-                    13 => resolve(&store, model).await,
-                    _ => read(&store, model, random).await,
-                }
-            };
-            let done = if dies {
-                // It dies at an arbitrary `await`: the future is dropped there.
-                match tokio::time::timeout(after, operation).await {
-                    Ok(done) => done,
-                    Err(_) => break,
-                }
-            } else if stops && what < 14 {
-                stopped(operation, after, length).await
-            } else {
-                operation.await
-            };
-            if let Err(error) = done {
-                expected(model, error);
+            if !act(&world, (who, life), &store, &mut random).await {
+                break;
             }
             if random.one_in(6) {
                 // It does nothing for days, whatever the others do.
@@ -486,7 +515,10 @@ async fn judge(world: &World, settled: bool) {
         assert_eq!(resolved, again);
         let mut model = world.model.lock().unwrap();
         match resolved {
-            Resolution::Committed(_) => model.listed.extend(unknown.checkpoint),
+            Resolution::Committed(entry) => {
+                assert_eq!(published(&entry), unknown.checkpoint, "{entry:?}");
+                model.listed.extend(unknown.checkpoint);
+            }
             Resolution::Lost => model.never.extend(unknown.checkpoint),
         }
     }
@@ -535,7 +567,32 @@ async fn judge(world: &World, settled: bool) {
     assert!(!settled || report.unlisted.is_empty(), "{report:?}");
 }
 
-async fn simulate(seed: u64) -> (usize, usize, usize) {
+/// How often the disk of a simulation is full.
+#[derive(Clone, Copy, PartialEq)]
+enum Disk {
+    Roomy,
+    OftenFull,
+}
+
+/// The requests during which a disk is full: it becomes full at any request, and has room again after a while,
+/// or once something was deleted from it.
+fn full_at_times(seed: u64) -> impl FnMut(&OpInfo) -> bool {
+    let mut random = Random::new(seed ^ 0xf011);
+    let (mut left, mut until_deleted) = (0, false);
+    move |op| {
+        if left == 0 && random.one_in(150) {
+            left = 1 + random.below(200);
+            until_deleted = random.one_in(2);
+        }
+        left = u64::saturating_sub(left, 1);
+        if op.kind == OpKind::Delete && until_deleted {
+            left = 0;
+        }
+        left > 0
+    }
+}
+
+async fn simulate(seed: u64, disk: Disk) -> (usize, usize, usize) {
     let (faults, place) = faulty();
     let model = Shared::default();
     let world = Arc::new(World { place, model: Arc::clone(&model), seed });
@@ -543,7 +600,11 @@ async fn simulate(seed: u64) -> (usize, usize, usize) {
     let mut random = Random::new(seed);
     let rate = 10 + random.below(60);
     let mut faulty_ones = Random::new(seed ^ 0xfa17);
+    let mut full = full_at_times(seed);
     faults.set_plan(move |op| {
+        if disk == Disk::OftenFull && full(op) && matches!(op.kind, OpKind::Put | OpKind::Create) {
+            return Some(Fault::Full);
+        }
         let fault = Fault::ALL[faulty_ones.below(8) as usize];
         // Reads that are damaged again and again would only test the test.
         let rate = if op.kind == OpKind::Get { rate * 3 } else { rate };
@@ -571,7 +632,17 @@ async fn simulate(seed: u64) -> (usize, usize, usize) {
 
 #[test]
 fn many_writers_and_a_sweeper_against_a_model() {
-    let runs = simulations(200, simulate);
+    many_writers(200, Disk::Roomy);
+}
+
+/// Writes fail for lack of space at any point, and go on once there is room again.
+#[test]
+fn many_writers_on_a_disk_that_is_often_full() {
+    many_writers(40, Disk::OftenFull);
+}
+
+fn many_writers(seeds: u64, disk: Disk) {
+    let runs = simulations(seeds, |seed| simulate(seed, disk));
     let (mut acknowledged, mut restored, mut swept) = (0, 0, 0);
     for (saved, read, gone) in &runs {
         acknowledged += saved;
