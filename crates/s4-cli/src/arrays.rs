@@ -93,7 +93,8 @@ impl Arrays {
         }
         // The format has its metadata under this name.
         if out.arrays.iter().any(|a| a.name == "__metadata__") {
-            let what = "safetensors allows no tensor named `__metadata__`; write a .pt file with the Python wheel";
+            let what = "safetensors does not allow a tensor named `__metadata__`; write a .pt file with the Python \
+                        wheel";
             return Err(Failure::Unsupported(format!("{input}: {what}")));
         }
         Ok(out)

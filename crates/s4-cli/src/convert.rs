@@ -162,7 +162,7 @@ pub(crate) fn refuse_pickle_in_time(reader: &Reader, input: &str) -> Result<()> 
     match LeftOut::of(reader).pickled {
         true => Err(Failure::Unsupported(format!(
             "{}: the saved object is a pickle, and only PyTorch can tell which tensors it has. With PyTorch \
-             installed, the Python wheel's `s4w` writes them, but it does not support --timeout here",
+             installed, the Python wheel's `s4w` writes them: leave out --timeout, which it does not support here",
             redact_url(input)
         ))),
         false => Ok(()),

@@ -440,7 +440,7 @@ fn execute(command: Command) -> Result<()> {
         Command::Serve(args) => serve::serve(args),
         #[cfg(not(all(unix, feature = "serve")))]
         Command::Serve { .. } => Err(Failure::Unsupported(
-            "this build has no `serve`, like that of the Python wheel: on Unix, use the program of the \
+            "this build, like that of the Python wheel, has no `serve`: on Unix, use the program of the \
              crate s4-cli or the Debian package s4weights-runner (docs/runner.md)"
                 .into(),
         )),

@@ -37,7 +37,7 @@ pub(crate) fn start(quiet: bool, verbose: u8) -> Result<()> {
 fn named(word: &str) -> Result<LevelFilter> {
     let usage = || {
         Failure::Usage(format!(
-            "{VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace` expected"
+            "{VARIABLE}: expected `off`, `error`, `warn`, `info`, `debug` or `trace`"
         ))
     };
     match word.parse::<usize>() {

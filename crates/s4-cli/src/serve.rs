@@ -32,7 +32,7 @@ pub(crate) struct Serve {
     /// Address of the read-only status page and metrics
     #[arg(long, env = "S4W_HTTP", value_name = "ADDRESS")]
     http: Option<String>,
-    /// Maximum duration of a shutdown
+    /// Maximum duration of a shutdown, in seconds
     #[arg(long, env = "S4W_DRAIN_SECONDS", value_name = "SECONDS")]
     drain_seconds: Option<u64>,
     /// Refuse to start without a CUDA device

@@ -8,11 +8,11 @@ pub enum GpuError {
     /// There is no usable CUDA: work on the CPU.
     #[error("CUDA is not available: {reason}")]
     Unavailable {
-        /// The reason: no driver, too old a driver, no device.
+        /// Why: no driver, too old a driver, no device.
         reason: String,
     },
     /// The device does not have that much free memory: free some, or lower the budget.
-    #[error("CUDA device {device} is out of memory: {bytes} bytes needed for {what}")]
+    #[error("CUDA device {device}: out of memory, {bytes} bytes needed for {what}")]
     OutOfMemory {
         /// Ordinal of the device.
         device: u32,

@@ -64,7 +64,7 @@ pub enum Decision {
     Base(Reason),
 }
 
-/// The reason that a base is due.
+/// Why a base is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
     /// There is no checkpoint before.

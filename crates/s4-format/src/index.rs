@@ -299,7 +299,7 @@ fn check_record(t: &Tensor, end: u64, plans: usize) -> Result<()> {
         }
         if usize::from(t.plan) >= plans {
             return Err(Error::corrupt(format!(
-                "plan {} does not exist: the manifest has {plans} plans",
+                "plan {} does not exist (number of plans: {plans})",
                 t.plan
             )));
         }

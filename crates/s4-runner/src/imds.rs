@@ -32,8 +32,8 @@ pub enum NoAnswer {
         /// The status.
         status: u16,
     },
-    /// Nobody answered, or not in time.
-    #[error("the instance metadata service does not answer: {0}")]
+    /// Nobody answered in time, or the answer cannot be used.
+    #[error("no usable answer from the instance metadata service: {0}")]
     Unreachable(String),
 }
 

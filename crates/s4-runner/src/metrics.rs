@@ -118,7 +118,7 @@ impl Default for Metrics {
         r.register("errors", "Failures, each of them retried", m.errors.clone());
         let help = "Checkpoints in the journal, by state";
         r.register("checkpoints", help, m.checkpoints.clone());
-        let help = "Bytes on the local drive of checkpoints that are not durable";
+        let help = "Bytes on the local drive that hold checkpoints that are not durable";
         r.register_with_unit("queue", help, Unit::Bytes, m.queued.clone());
         let help = "Free bytes on the local drive";
         r.register_with_unit("staging_free", help, Unit::Bytes, m.free.clone());

@@ -223,12 +223,13 @@ fn stay_with_store(
             Err(Error::Config(what))
         };
         let first = format!(
-            "and must not go to {name}: run with {before} until they are durable or forgotten"
+            "and must not go to {name}: start the runner with {before} until everything is durable or forgotten"
         );
         if open == 0 && damaged > 0 {
             return refused(format!(
-                "{damaged} journal records cannot be read (journal/*.damaged), and their checkpoints may not be \
-                 durable in {before}: run with {before} until everything is durable and remove these files"
+                "{damaged} journal record(s) cannot be read (journal/*.damaged), and their checkpoints may not be \
+                 durable in {before}: start the runner with {before} until everything is durable, then remove these \
+                 files"
             ));
         }
         if open == 0 {
@@ -243,7 +244,9 @@ fn stay_with_store(
             }
         }
         if open > 0 {
-            return refused(format!("{open} checkpoints are not durable in {before} yet {first}"));
+            return refused(format!(
+                "{open} checkpoint(s) are not durable in {before} yet {first}"
+            ));
         }
         tracing::warn!(
             before,

@@ -94,7 +94,7 @@ pub struct Attempt {
     id: CheckpointId,
     /// The number in the key of its object 0: each rank's objects have their own range of numbers.
     first: u32,
-    /// The most objects it may have.
+    /// How many objects it may have at most.
     most: u32,
     /// Whether nobody else stores objects of it, so that all are deleted if it fails.
     alone: bool,
@@ -377,7 +377,7 @@ impl Attempt {
         let objects: Option<Vec<_>> = std::mem::take(&mut self.objects).into_iter().collect();
         objects.ok_or_else(|| {
             Error::Argument(format!(
-                "an object of checkpoint {} is missing or was not uploaded",
+                "an object of checkpoint {} is missing or could not be uploaded",
                 self.id
             ))
         })

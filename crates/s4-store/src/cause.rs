@@ -1,4 +1,4 @@
-//! Causes of failed requests, with advice.
+//! Why requests fail, and what to do about it.
 
 use std::{fmt, io};
 

@@ -16,7 +16,7 @@ use crate::state::{Checkpoint, State};
 use crate::store::{Inner, Store};
 use crate::view;
 
-/// Options of a check.
+/// Options for a check.
 #[derive(Debug, Clone, Default)]
 pub struct CheckOptions {
     /// Read every data object and compare its hash. Without this only manifests are read, and the
@@ -64,7 +64,7 @@ pub enum Verdict {
 pub struct Finding {
     /// The checkpoint that is damaged, if it is one.
     pub checkpoint: Option<CheckpointId>,
-    /// The problem, with its place.
+    /// What is wrong, and where.
     pub error: Error,
 }
 
@@ -86,7 +86,7 @@ pub struct CheckReport {
     pub objects: u64,
     /// Bytes that were read and hashed.
     pub bytes_read: u64,
-    /// If the log is damaged: the work of a repair, and the losses.
+    /// If the log is damaged: what a repair would do, and what it would lose.
     pub repair: Option<RepairReport>,
     /// Attempts and retired checkpoints that still have objects, and their bytes.
     pub unlisted: BTreeMap<CheckpointId, u64>,

@@ -50,7 +50,7 @@ pub(crate) struct OwnCommits {
     /// An entry whose write may still land late, on a server that would let it overwrite a newer object. It is
     /// written again before any other entry, so that a late write changes nothing.
     pub(crate) open: Option<Entry>,
-    /// The time at which a new entry of another writer was last seen.
+    /// When a new entry of another writer was last seen.
     others: Option<Instant>,
     /// Whether the state was loaded again because the log had changed.
     pub(crate) reread: bool,

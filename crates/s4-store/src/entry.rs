@@ -32,7 +32,7 @@ pub struct Entry {
     pub write_id: WriteId,
     /// The writer's clock in milliseconds since 1970: for people, never for decisions.
     pub at_ms: i64,
-    /// The operation.
+    /// What the entry does.
     pub op: Op,
 }
 
@@ -48,7 +48,7 @@ pub enum Op {
     Retire {
         /// The checkpoints, each delta before its parent.
         ids: Vec<CheckpointId>,
-        /// The reason, for people.
+        /// Why, in words for people.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         reason: String,
     },
@@ -138,7 +138,7 @@ pub struct Reference {
 }
 
 impl Publish {
-    /// The problem of a record that was read, if there is one.
+    /// What is wrong with a record that was read, if anything.
     fn problem(&self) -> Option<String> {
         let differ = || "the object counts of its ranks do not add up to the total".to_owned();
         let sum = self.parts.add_up_to(u64::from(self.objects));

@@ -14,7 +14,7 @@ use crate::redact::redact_text;
 /// The outcome of a store's operation.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of the store, with its place.
+/// Errors of a store: what went wrong, and where.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -45,14 +45,14 @@ pub enum Error {
     /// Too many answers were lost to find out what the place can do: try again later.
     #[error(
         "could not determine within {limit:?} whether several writers are safe at {place}: {last}; nothing was \
-         changed, try again when the server responds reliably"
+         changed, try again when the place responds reliably"
     )]
     ProbeDisturbed {
         /// The URL or folder.
         place: String,
         /// The deadline.
         limit: Duration,
-        /// The disturbance of the last trial.
+        /// What disturbed the last trial.
         last: String,
     },
     /// Another process holds the lease of a store that allows one writer at a time.
@@ -64,7 +64,7 @@ pub enum Error {
     Locked {
         /// The URL or folder.
         place: String,
-        /// Its holder.
+        /// Who holds the lease.
         holder: Box<Holder>,
         /// Whether the lease was seen to be renewed: then that process is alive.
         renewed: bool,
@@ -79,7 +79,7 @@ pub enum Error {
     LeaseLost {
         /// The URL or folder.
         place: String,
-        /// Its present holder, if there is one.
+        /// Who holds the lease now, if anybody does.
         holder: Option<Box<Holder>>,
     },
     /// Something that this process knows to be in the store is gone; nothing was listed.
@@ -90,7 +90,7 @@ pub enum Error {
     Gone {
         /// The URL or folder.
         place: String,
-        /// The missing part.
+        /// What has changed.
         what: String,
         /// Whether another store is in its place: opened anew, that one can be used.
         replaced: bool,
@@ -106,7 +106,7 @@ pub enum Error {
         place: String,
         /// The checkpoint.
         id: CheckpointId,
-        /// The reason that it could not be listed again.
+        /// Why it could not be listed again.
         why: String,
     },
     /// A newer version of the library is needed.
@@ -114,7 +114,7 @@ pub enum Error {
     Unsupported {
         /// The object.
         key: String,
-        /// The unsupported feature.
+        /// What this version does not support.
         what: String,
     },
     /// The store does not list this checkpoint.
@@ -153,7 +153,7 @@ pub enum Error {
     Corrupt {
         /// The object.
         key: String,
-        /// The problem.
+        /// What is wrong with it.
         what: String,
     },
     /// An object that the store needs is not there.
@@ -161,7 +161,7 @@ pub enum Error {
     Missing {
         /// The object.
         key: String,
-        /// The reason that it should exist: empty, or text that starts with `: `.
+        /// Why it should exist: empty, or text that starts with `: `.
         context: String,
     },
     /// A limit of the format would be exceeded.
@@ -174,7 +174,7 @@ pub enum Error {
         action: &'static str,
         /// The object.
         key: String,
-        /// The cause, with advice.
+        /// Why it failed, and what to do next.
         source: Failure,
     },
     /// No try succeeded before the deadline.
@@ -318,7 +318,7 @@ pub enum LogDamage {
     Unreadable {
         /// The entry.
         entry: u64,
-        /// The problem.
+        /// What is wrong with it.
         what: String,
     },
     /// An entry names a predecessor other than the one that is stored now.
@@ -350,7 +350,7 @@ fn missing_entries(first: u64, last: u64) -> String {
     }
 }
 
-/// The reason that the log's rules forbid a change. A log entry that breaks a rule has no effect, whoever wrote
+/// Why the log's rules forbid a change. A log entry that breaks a rule has no effect, whoever wrote
 /// it, so conflicts are decided by replaying the log alone.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]

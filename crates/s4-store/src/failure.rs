@@ -43,7 +43,7 @@ impl Failure {
         Self { cause, detail: String::new(), errno: cause.errno() }
     }
 
-    /// The cause.
+    /// Why the request failed.
     #[must_use]
     pub fn cause(&self) -> Cause {
         self.cause

@@ -9,7 +9,7 @@ use crate::id::CheckpointId;
 /// Data objects that one rank of a distributed checkpoint may have.
 pub const MAX_RANK_OBJECTS: u32 = 1 << 12;
 
-/// The most ranks that may store a checkpoint together: its log entry holds a number for each.
+/// How many ranks may store a checkpoint together: its log entry holds a number for each.
 pub const MAX_RANKS: u32 = 1 << 13;
 
 /// The number of data objects that each rank of a distributed checkpoint stored; empty if one process stored them
@@ -47,7 +47,7 @@ impl Parts {
         (rank < MAX_RANKS).then(|| rank * MAX_RANK_OBJECTS)
     }
 
-    /// The problem of these counts, if there is one.
+    /// What is wrong with these counts, if anything.
     pub(crate) fn problem(&self) -> Option<String> {
         if self.0.len() > MAX_RANKS as usize {
             return Some(format!("{} ranks, at most {MAX_RANKS} allowed", self.0.len()));

@@ -29,11 +29,11 @@ use crate::layout::Layout;
 const EXPIRES: Duration = Duration::from_secs(60);
 /// A holder relies on its lease for this long after it began the last renewal.
 const RELIES: Duration = Duration::from_secs(45);
-/// The interval at which a lease is renewed.
+/// How often a lease is renewed.
 const RENEWS: Duration = Duration::from_secs(15);
-/// The interval at which a process that waits for the lease checks it.
+/// How often a process that waits for the lease checks it.
 const LOOKS: Duration = Duration::from_secs(2);
-/// The approximate time that two processes that claim at the same time wait for each other.
+/// About how long two processes that claim at the same time wait for each other.
 const YIELDS: Duration = Duration::from_millis(100);
 /// After this many stale listings in a row, the store is refused.
 const STALE: u32 = 6;
@@ -47,7 +47,7 @@ pub struct Holder {
     pub host: String,
     /// The process there.
     pub pid: u32,
-    /// The time at which it took the lease, by its clock, in milliseconds since 1970.
+    /// When it took the lease, by its clock, in milliseconds since 1970.
     pub since_ms: i64,
 }
 
@@ -104,7 +104,7 @@ pub(crate) struct Lease {
     me: Uuid,
     /// The time of the last renewal, if the lease is held.
     held: Mutex<Option<Stamp>>,
-    /// The time at which the lease was taken or is being claimed, in milliseconds since 1970.
+    /// When the lease was taken or is being claimed, in milliseconds since 1970.
     since_ms: AtomicI64,
     renewing: AtomicBool,
     /// Number of keys used so far. A deleted key is never written again, since its deletion may take effect late.
@@ -414,7 +414,7 @@ impl Lease {
         json.map(Bytes::from).map_err(|e| Error::Argument(e.to_string()))
     }
 
-    /// The writer of a lease, as far as that can be read.
+    /// Who wrote a lease, as far as that can be read.
     async fn holder(&self, key: &Path) -> Holder {
         let read = self.io.get(key, MAX_LEASE).await.ok();
         let holder = read.and_then(|bytes| serde_json::from_slice(&bytes).ok());

@@ -24,7 +24,7 @@ pub(crate) struct Lineage {
 }
 
 impl Lineage {
-    /// The indexes of a state that was stored, or the problem with it.
+    /// The indexes of a state that was stored, or what is wrong with it.
     pub(crate) fn of(
         live: &BTreeMap<CheckpointId, Checkpoint>,
         dead: &BTreeMap<CheckpointId, Dead>,

@@ -23,7 +23,7 @@ pub(crate) struct Leftover {
     pub(crate) modified: SystemTime,
 }
 
-/// The degree to which a file system can be trusted.
+/// How far a file system can be trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trust {
     /// On a disk of this machine: what cannot be read is damaged.
@@ -145,7 +145,7 @@ impl Folder {
         }
     }
 
-    /// The time at which something in a folder of the store was last made or removed.
+    /// When something in a folder of the store was last made or removed.
     pub(crate) fn modified(&self, folder: &object_store::path::Path) -> Option<SystemTime> {
         fs::metadata(self.path_of(folder)).and_then(|meta| meta.modified()).ok()
     }

@@ -20,7 +20,7 @@ pub struct Retry {
     pub first_pause: Duration,
     /// The longest pause.
     pub longest_pause: Duration,
-    /// The time to keep retrying while the server has never been reached, since its address may be wrong.
+    /// How long to keep retrying while the server has never been reached, since its address may be wrong.
     /// Capped by `deadline`.
     pub first_contact: Duration,
     /// Time limit of one request, retries included, and of one commit. The body of a request may
@@ -67,7 +67,7 @@ impl Retry {
     }
 }
 
-/// The number of processes that may write to a new store.
+/// How many processes may write to a new store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Writers {
     /// Any number. Creating the store is refused unless the probe shows that this is safe: the
@@ -126,7 +126,7 @@ pub trait PutFiles: std::fmt::Debug + Send + Sync {
     /// file: the store then writes the file itself.
     ///
     /// # Errors
-    /// The reason that no file was written. The store then continues as after `false`.
+    /// Why no file was written. The store then continues as after `false`.
     fn put(&self, path: &Path, parts: &PutPayload) -> io::Result<bool>;
 }
 
@@ -158,10 +158,10 @@ pub struct StoreOptions {
     pub concurrency: usize,
     /// Bytes per second of all uploads together; `None`: no limit.
     pub bandwidth: Option<u64>,
-    /// The number of processes that may write to a store that is created. An existing store records this
+    /// How many processes may write to a store that is created. An existing store records this
     /// itself.
     pub writers: Writers,
-    /// Limits of the probe.
+    /// How thoroughly a place is probed.
     pub probe: ProbeLimits,
     /// Use a local folder even if it is on a file system whose guarantees are known to be too weak.
     pub allow_network_fs: bool,

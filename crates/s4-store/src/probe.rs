@@ -39,7 +39,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const TRIES: u32 = 4;
 /// The message about bytes that nobody wrote.
 const DAMAGED: &str = "the data read back is damaged";
-/// The interval at which progress is reported.
+/// How often progress is reported.
 const TELL: Duration = Duration::from_secs(2);
 
 /// The findings of a probe.
@@ -53,7 +53,7 @@ pub struct ProbeReport {
     pub rounds: u32,
     /// Races that went wrong.
     pub bad_rounds: u32,
-    /// The findings, for people. Empty if all is well.
+    /// What was found, for people. Empty if all is well.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub detail: String,
 }
@@ -87,7 +87,7 @@ enum Answer {
     Disturbed(String),
 }
 
-/// The times that the probe waits.
+/// How long the probe waits.
 #[derive(Clone, Copy)]
 struct Patience {
     /// For all answers.

@@ -59,7 +59,7 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     ops
 }
 
-/// The replacement of each checkpoint, as far as entries say. A replacement is created only while the old
+/// What replaced each checkpoint, as far as entries say. A replacement is created only while the old
 /// checkpoint is listed, so it proves that an earlier entry listed that one, and with which hash.
 pub(crate) fn heirs<'a>(good: &[&'a Entry]) -> BTreeMap<CheckpointId, &'a Publish> {
     let heir = |entry: &&'a Entry| match &entry.op {

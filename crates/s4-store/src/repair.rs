@@ -40,7 +40,7 @@ pub struct Loss {
     pub checkpoint: Option<CheckpointId>,
     /// Its training step.
     pub step: Option<u64>,
-    /// The reason.
+    /// Why it is lost.
     pub why: String,
 }
 
@@ -51,7 +51,7 @@ pub struct RepairReport {
     pub damage: Vec<LogDamage>,
     /// The checkpoints that are listed afterwards, from the oldest to the newest.
     pub listed: Vec<Checkpoint>,
-    /// The losses.
+    /// What is lost.
     pub losses: Vec<Loss>,
     /// Entries that are rewritten with the same operation.
     pub rewritten: Vec<u64>,
@@ -64,11 +64,11 @@ pub struct RepairReport {
     /// Data that no entry of the log names, with its bytes: perhaps of checkpoints that were lost. A
     /// sweep gives it up when it is older than the grace.
     pub unnamed: BTreeMap<CheckpointId, u64>,
-    /// The place that everything that is overwritten or removed was copied to.
+    /// Where everything that is overwritten or removed was copied to.
     pub aside: Option<String>,
 }
 
-/// The new entries, and the removals.
+/// The new entries, and what is removed.
 #[derive(Default)]
 struct Plan {
     entries: BTreeMap<u64, Bytes>,

@@ -19,7 +19,7 @@ use crate::view;
 /// Number of further entries that are requested one by one before the log is listed.
 const ONE_BY_ONE: u64 = 4;
 
-/// The interval at which a read-only process reads a damaged log again.
+/// How often a read-only process reads a damaged log again.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
 
 /// The state as this process knows it.
@@ -28,11 +28,11 @@ pub(crate) struct Known {
     pub(crate) state: Arc<State>,
     /// The newest entry that a stored view covers, as far as is known.
     pub(crate) viewed: u64,
-    /// The damage of the log: only where the store was opened read-only.
+    /// What is wrong with the log: only where the store was opened read-only.
     pub(crate) damage: Vec<LogDamage>,
     /// The recent commits of this process.
     pub(crate) own: OwnCommits,
-    /// The time at which a damaged log was read.
+    /// When a damaged log was read.
     read_at: Option<Instant>,
 }
 

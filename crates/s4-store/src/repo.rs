@@ -1,4 +1,4 @@
-//! `repo.json`: the identity of a store. Created once; only opening the store to many writers changes it.
+//! `repo.json`: what a store is. Created once; only opening the store to many writers changes it.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -14,7 +14,7 @@ const FORMAT: u32 = 1;
 /// The most bytes of `repo.json`.
 pub(crate) const MAX_REPO: u64 = 64 << 10;
 
-/// The number of processes that may write.
+/// How many processes may write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
@@ -33,7 +33,7 @@ pub struct Repo {
     pub min_reader: u32,
     /// Identifies the store.
     pub id: Uuid,
-    /// The number of processes that may write.
+    /// How many processes may write.
     pub mode: Mode,
     /// The probe's findings when the store was created. For one writer at a time no races are run.
     pub probe: ProbeReport,

@@ -1,4 +1,4 @@
-//! Retention: the checkpoints to keep.
+//! Retention: which checkpoints to keep.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,13 +27,13 @@ pub struct Retention {
 pub struct Best {
     /// The metric's name.
     pub metric: String,
-    /// The number to keep; of two equal ones, the newer.
+    /// How many to keep; of two equal ones, the newer.
     pub count: usize,
     /// Whether a larger number is better.
     pub larger: bool,
 }
 
-/// The reason that a checkpoint stays.
+/// Why a checkpoint stays.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Keep {
@@ -55,7 +55,7 @@ pub enum Keep {
     NoRules,
 }
 
-/// The decision of a policy about a state.
+/// What a policy decides about a state.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Plan {
     /// The checkpoints that stay, with the reasons.

@@ -162,7 +162,7 @@ impl Retrier {
         Err(late(last.unwrap_or_else(Failure::silent)))
     }
 
-    /// The failure of a try that may be repeated; an error if it may not.
+    /// Why a try failed that may be repeated; an error if it may not.
     fn failure(
         &self,
         action: &'static str,
@@ -197,7 +197,7 @@ impl Retrier {
         Arc::new(Parts(self.retry.clone()))
     }
 
-    /// The time in all for which a request may be repeated, after this last failure.
+    /// How long in all a request may be repeated, after this last failure.
     fn patience(&self, last: Option<&Failure>) -> Duration {
         let stranger = !self.met.load(Ordering::Relaxed);
         match last {

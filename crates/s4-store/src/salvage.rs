@@ -22,7 +22,7 @@ use crate::reconstruct::{MOST_IDS, adopt, has_heir, heirs, proven_retires};
 use crate::state::State;
 use crate::store::Inner;
 
-/// The finding at one number of the log.
+/// What was found at one number of the log.
 #[derive(Debug, Clone)]
 pub(crate) enum Slot {
     Good(Box<Entry>, Digest),
@@ -34,7 +34,7 @@ pub(crate) enum Slot {
 pub(crate) struct Slots {
     /// All numbers that are taken.
     pub(crate) taken: BTreeSet<u64>,
-    /// The findings at the numbers that were read.
+    /// What was found at the numbers that were read.
     pub(crate) read: BTreeMap<u64, Slot>,
 }
 
@@ -106,7 +106,7 @@ pub(crate) struct Salvage {
 }
 
 impl Inner {
-    /// The state that can be proved, and the damage of the log.
+    /// The state that can be proved, and what is wrong with the log.
     pub(crate) async fn salvage(&self, view: Option<State>) -> Result<(State, Vec<LogDamage>)> {
         let from = view.as_ref().map_or(0, State::head);
         let slots = self.read_slots(from).await?;

@@ -62,16 +62,16 @@ impl Checkpoint {
     }
 }
 
-/// The end of an id. It is not listed, and can be listed again only while it is [`End::Retired`].
+/// How an id ended. It is not listed, and can be listed again only while it is [`End::Retired`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dead {
     /// The log entry that ended it.
     pub entry: u64,
-    /// The way it ended.
+    /// How it ended.
     pub how: End,
 }
 
-/// The way a checkpoint or an attempt ended.
+/// How a checkpoint or an attempt ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum End {
@@ -196,7 +196,7 @@ impl State {
         self.live.get(&id)
     }
 
-    /// The end of an id, if it has ended.
+    /// How an id ended, if it did.
     #[must_use]
     pub fn dead(&self, id: CheckpointId) -> Option<Dead> {
         self.dead.get(&id).copied()

@@ -492,7 +492,7 @@ impl Inner {
     async fn allow_many(&self) -> Result<ProbeReport> {
         let found = self.probe().await?;
         if !found.many_writers() {
-            let what = format!("{}: several writers are not safe: {}", self.name, found.detail);
+            let what = format!("{}: several writers are unsafe here: {}", self.name, found.detail);
             return Err(Error::Refused(what));
         }
         let repo = Repo {

@@ -26,7 +26,7 @@ pub const SHORTEST_GRACE: Duration = Duration::from_secs(24 * 3600);
 /// Limits of a sweep.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweepOptions {
-    /// The time that data stays after its checkpoint was retired, so that readers can finish; also the time that an
+    /// How long data stays after its checkpoint was retired, so that readers can finish; and how long an
     /// attempt must have been silent before it is given up.
     pub grace: Duration,
     /// The caller knows that nothing else uses the store: any grace is allowed.
@@ -42,7 +42,7 @@ impl Default for SweepOptions {
     }
 }
 
-/// The reason that something is deleted, or is not yet.
+/// Why something is deleted, or is not yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Why {
@@ -70,7 +70,7 @@ pub struct Swept {
     pub checkpoint: Option<CheckpointId>,
     /// Its bytes.
     pub bytes: u64,
-    /// The reason.
+    /// Why it is deleted, or is not yet.
     pub why: Why,
 }
 

@@ -16,7 +16,7 @@ use crate::layout::Part;
 use crate::state::{Checkpoint, End, State};
 use crate::store::{Inner, Store};
 
-/// A checkpoint's listing before it was retired.
+/// How a checkpoint was listed before it was retired.
 struct Before {
     about: Publish,
     order: u64,

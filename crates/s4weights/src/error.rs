@@ -14,7 +14,7 @@ pub enum Error {
     Format {
         /// File or URL.
         target: String,
-        /// The problem, with its place in the file.
+        /// What is wrong, and where in the file.
         source: s4_format::Error,
     },
     /// There is nothing at this path or URL.
@@ -52,7 +52,7 @@ pub enum Error {
         tensor: Option<String>,
         /// Hash of the parent's manifest.
         parent: Digest,
-        /// The problem.
+        /// What is wrong with the parent.
         problem: ParentProblem,
     },
     /// A CUDA device or its driver failed: no memory left, a budget that is too small, a failed
@@ -62,7 +62,7 @@ pub enum Error {
     Device {
         /// File or URL.
         target: String,
-        /// The problem.
+        /// What the device or its driver reported.
         source: s4_engine::cuda::GpuError,
     },
     /// A checkpoint store refused or failed.
@@ -82,7 +82,7 @@ pub enum Error {
         step: u64,
         /// The checkpoint.
         id: s4_store::CheckpointId,
-        /// The problem, naming the tensor or the object.
+        /// What is wrong, naming the tensor or the object.
         source: Box<Error>,
     },
     /// An argument is invalid.

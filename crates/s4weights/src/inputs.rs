@@ -23,9 +23,9 @@ use crate::recall::Recall;
 /// by one thread.
 const TOGETHER: usize = 64;
 
-/// The failure of a call of an engine.
+/// Why a call of an engine failed.
 pub(crate) enum Failure {
-    /// The problem of a tensor, which is given by its index in the engine's call.
+    /// What is wrong with a tensor, which is given by its index in the engine's call.
     Tensor(TensorError),
     /// A device or its driver failed.
     #[cfg(feature = "cuda")]
@@ -100,7 +100,7 @@ pub(crate) struct ParentInputs<'a> {
     numbers: &'a [Option<u32>],
     /// For each tensor that is a delta, where the parent's values are; empty until it is planned.
     places: Vec<Option<Place<'a>>>,
-    /// The notes of earlier saves about the tensors, and the tensors' names.
+    /// What earlier saves noted about the tensors, and the tensors' names.
     recall: Option<(&'a Recall, &'a [&'a str])>,
     /// For each tensor, the choice to try first.
     choices: &'a [Option<Choice>],
@@ -110,7 +110,7 @@ pub(crate) struct ParentInputs<'a> {
     late: bool,
 }
 
-/// The place of the parent's values that a tensor is predicted from.
+/// Where the parent's values are that a tensor is predicted from.
 pub(crate) enum Place<'a> {
     /// In frames that are quick to get and that the engine decodes.
     Frames(Vec<Level<'a>>),
@@ -261,7 +261,7 @@ impl<'a> ParentInputs<'a> {
         self.places.get(tensor)?.as_ref()
     }
 
-    /// The place of the parent's values for a chunk: tensor, first byte there, and number of bytes.
+    /// Where the parent's values for a chunk are: tensor, first byte there, and number of bytes.
     /// `None` if they are not in values.
     fn range(&self, i: usize, chunk: u64) -> Option<(u32, u64, usize)> {
         let Some(&Place::Values { tensor, chunk_log2 }) = self.place(i) else { return None };

@@ -9,7 +9,7 @@ use tokio::runtime::Runtime;
 
 use crate::error::{Error, Result};
 
-/// The interval at which a waiting thread looks at the flag.
+/// How often a waiting thread looks at the flag.
 pub(crate) const POLL: Duration = Duration::from_millis(50);
 
 thread_local! {

@@ -31,7 +31,7 @@ const LOOKED_AT: usize = 256;
 #[cfg(feature = "cuda")]
 const FETCHED: u64 = 1 << 20;
 
-/// The place of values: the number of a device, or `None` for the host.
+/// Where values are: the number of a device, or `None` for the host.
 type Place = Option<u32>;
 
 fn place(t: &TensorValues<'_>) -> Place {

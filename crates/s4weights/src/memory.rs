@@ -42,7 +42,7 @@ pub struct Compressed {
 /// Options for work on a tensor in memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MemoryOptions {
-    /// The effort to make it smaller.
+    /// How much effort goes into making it smaller.
     pub preset: Preset,
     /// Threads; `None`: as many as the machine has cores.
     pub threads: Option<usize>,

@@ -54,7 +54,7 @@ pub const DEFAULT_MAX_CHAIN: u32 = 16;
 /// Options of a [`crate::Writer`].
 #[derive(Clone, Default)]
 pub struct WriteOptions {
-    /// The effort to make tensors smaller.
+    /// How much effort goes into making tensors smaller.
     pub preset: Preset,
     /// Threads that encode; `None`: as many as the machine has cores.
     pub threads: Option<usize>,

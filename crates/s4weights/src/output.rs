@@ -101,7 +101,7 @@ pub(crate) struct KeptMemory {
     pub(crate) engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
 }
 
-/// The treatment of an object once it is stored.
+/// What happens to an object once it is stored.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stay {
     No,

@@ -36,7 +36,7 @@ pub struct ParentRange<'a> {
     pub tensor: u32,
     /// First byte within the tensor.
     pub first: u64,
-    /// The destination.
+    /// Where they go.
     pub to: &'a mut [u8],
 }
 
@@ -301,7 +301,7 @@ impl MemoryParent {
         }
     }
 
-    /// The known facts about a held tensor, and the offset of its byte `first`, after checking that it
+    /// What is known of a held tensor, and the offset of its byte `first`, after checking that it
     /// has `len` bytes from there on.
     fn place(
         &self,

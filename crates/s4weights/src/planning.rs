@@ -37,7 +37,7 @@ pub(crate) struct Planner {
 pub(crate) struct Planned<'a> {
     pub(crate) batch: Batch<'a>,
     pub(crate) plans: Vec<TensorPlan>,
-    /// The places of the values that they are predicted from.
+    /// Where to find the values that they are predicted from.
     pub(crate) places: Vec<Option<Place<'a>>>,
 }
 

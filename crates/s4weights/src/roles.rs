@@ -44,7 +44,7 @@ pub(crate) mod tests {
     use crate::batch::Batch;
     use crate::{Contents, Error, Sink, Target, TensorSource, WriteOptions, Writer};
 
-    /// The facts that a plan knew of a tensor's role: its kind and its group's learning rate.
+    /// What a plan knew of a tensor's role: its kind and its group's learning rate.
     type Known = Option<(RoleKind, Option<f64>)>;
 
     /// Tensors in the order in which they were planned.

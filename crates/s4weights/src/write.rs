@@ -120,7 +120,7 @@ impl Writer {
         let TensorSource { name, group, .. } = tensor;
         if *group >= MAX_GROUPS {
             return Err(Error::Argument(format!(
-                "tensor `{name}` is in group {group}, but must be below {MAX_GROUPS}"
+                "tensor `{name}` is in group {group}, but groups must be below {MAX_GROUPS}"
             )));
         }
         if tensor.is_on_device() && !self.options.has_engine() {

@@ -29,7 +29,7 @@ use crate::recall::Recall;
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;
 
-/// The most tensors that may be deltas or copies, each of which takes a plan: a manifest numbers plans
+/// How many tensors may be deltas or copies, each of which takes a plan: a manifest numbers plans
 /// with 16 bits, and the last numbers are reserved for other tensors.
 pub(crate) const MAX_DELTAS: usize = 65_000;
 
@@ -66,11 +66,11 @@ pub struct Writer {
     pub(crate) blocks: Vec<(usize, Vec<u8>)>,
     /// Tensors so far that may be deltas or copies.
     deltas: usize,
-    /// The most that may be: [`MAX_DELTAS`], or this rank's share of them.
+    /// How many may be: [`MAX_DELTAS`], or this rank's share of them.
     pub(crate) max_deltas: usize,
     pub(crate) snapshot: HashMap<String, SnapshotTensor>,
     pub(crate) roles: Option<Arc<RoleTable>>,
-    /// The notes of earlier saves about tensors, by name.
+    /// What earlier saves noted about tensors, by name.
     pub(crate) recall: Option<Arc<Recall>>,
     /// The choices for tensors of this checkpoint, for similar ones that follow.
     pub(crate) alike: Arc<Alike>,

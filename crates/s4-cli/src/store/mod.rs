@@ -137,7 +137,7 @@ pub(crate) enum Verb {
         #[arg(value_name = "CHECKPOINT", required = true, help = select::WHICH)]
         which: Vec<String>,
     },
-    /// Rewrite a delta as a base, so that its parent can be retired
+    /// Rewrite a delta as a base, so that the checkpoints it needed can be retired
     Rebase {
         #[command(flatten)]
         args: StoreArgs,
@@ -186,7 +186,7 @@ pub(crate) enum Verb {
         #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
         from: u64,
     },
-    /// Plot the size and ratio of each checkpoint, and the largest tensors
+    /// Plot the size and ratio of each checkpoint, and the tensors that take the most space
     Plot {
         #[command(flatten)]
         args: StoreArgs,

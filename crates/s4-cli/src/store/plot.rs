@@ -239,7 +239,7 @@ fn dearest(svg: &mut Svg, f: &Figures, costs: &[Cost], top: f64) {
             .into_iter()
             .flatten()
             .collect();
-    let title = format!("largest tensors in {}", of.join(" and "));
+    let title = format!("tensors that take the most space in {}", of.join(" and "));
     svg.text(LEFT, top - 16.0, 13.0, INK, Anchor::Start, &title);
     let max = costs.iter().map(Cost::largest).max().unwrap_or(1).max(1) as f64;
     let names = 360.0;

@@ -188,7 +188,7 @@ fn check_contexts(contexts: &[u8], symbols: usize, tables: usize) -> Result<(), 
     }
     let largest = contexts.iter().fold(0, |a, &b| a.max(b));
     if usize::from(largest) >= tables {
-        return Err(format!("context {largest} does not exist: there are {tables} tables"));
+        return Err(format!("context {largest} does not exist (number of tables: {tables})"));
     }
     Ok(())
 }

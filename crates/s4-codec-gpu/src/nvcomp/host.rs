@@ -27,7 +27,7 @@ const SCRATCH: u64 = 256 << 20;
 /// Device memory of one call, in bytes; a plane that needs more is coded separately.
 const EACH: usize = SCRATCH as usize / LANES - (4 << 20);
 
-/// The reason that planes cannot be coded on a GPU here.
+/// Why planes cannot be coded on a GPU here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum HostError {
     /// There is no CUDA, or it failed.

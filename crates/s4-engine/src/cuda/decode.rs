@@ -183,7 +183,7 @@ impl<'a> Busy<'a> {
 /// The library's answers for a call's blocks, once they have arrived.
 pub(super) struct Answers {
     pub(super) id: CodecId,
-    /// The place of sizes and statuses in the slot's memory for descriptors.
+    /// Where sizes and statuses lie in the slot's memory for descriptors.
     pub(super) at: usize,
     pub(super) expected: Vec<u64>,
     pub(super) jobs: Vec<usize>,

@@ -149,7 +149,7 @@ impl Settings {
             return bad("`try_seconds` and `total_seconds` must be at most a day");
         }
         if self.region.as_deref().is_some_and(|region| !register::is_region(region)) {
-            return bad("`region` is not the name of a region, such as eu-central-1");
+            return bad("`region`: expected the name of a region, such as eu-central-1");
         }
         if let Some(endpoint) = &self.endpoint {
             check_address("entitlement.endpoint", endpoint)?;

@@ -113,7 +113,7 @@ struct Inside {
     dead: bool,
     /// Keys in the order in which they were last written, for stale listings.
     written: Vec<Path>,
-    /// The time at which each object was written, by the clock of the runtime.
+    /// When each object was written, by the clock of the runtime.
     times: HashMap<Path, DateTime<Utc>>,
     delays: Option<Random>,
     lateness: Option<(Random, Duration)>,
@@ -121,7 +121,7 @@ struct Inside {
     outlive: bool,
 }
 
-/// The delay of a request's effect unless a test says otherwise.
+/// How late the effect of a request is unless a test says otherwise.
 const LATE: Duration = Duration::from_secs(1);
 
 struct Shared {

@@ -17,7 +17,7 @@ use object_store::{
 
 use super::Random;
 
-/// The way a store lies.
+/// How a store lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Lie {
     /// It ignores the condition and overwrites.

@@ -19,9 +19,9 @@ use object_store::client::{
 use object_store::{ClientOptions, PutPayload};
 use tokio::time::{Instant, Sleep, sleep, timeout_at};
 
-/// The longest time that a request may make no progress.
+/// How long a request may make no progress.
 pub(super) const STALL: Duration = Duration::from_secs(30);
-/// The longest time that a server may take to put together an object of many parts.
+/// How long a server may take to put together an object of many parts.
 const WORK: Duration = Duration::from_secs(300);
 /// The longest pause before completing a multipart upload is tried again: after about two minutes
 /// it is given up.
@@ -148,7 +148,7 @@ impl Upload {
         Ok(self.pieces.clone().into())
     }
 
-    /// The time of the next check for progress.
+    /// When to check for progress again.
     fn next_look(&self) -> Instant {
         let end = self.moved + self.patience();
         match self.pieces.content_length() {
@@ -165,7 +165,7 @@ impl Upload {
         self.moved.elapsed() < self.patience()
     }
 
-    /// The longest time that a request may show no progress.
+    /// How long a request may show no progress.
     fn patience(&self) -> Duration {
         let unseen = match self.at {
             Some(_) => 0,

@@ -229,7 +229,7 @@ impl<'a> Chain<'a> {
     }
 }
 
-/// The places of the values of both moments; `None` if there are none.
+/// Where the values of both moments are; `None` if there are none.
 fn both(places: &[Place<'_>]) -> Option<[DeviceMemory; 2]> {
     Some([places.first()?.to, places.last()?.to])
 }
@@ -246,7 +246,7 @@ fn wanted_chunks(levels: &[Level<'_>]) -> Vec<Vec<u64>> {
     levels.iter().map(of).collect()
 }
 
-/// The places at which tensors' values are requested, by number of the tensor and of the device.
+/// Where tensors' values are requested, by number of the tensor and of the device.
 struct Places(HashMap<(usize, u32), DeviceMemory>);
 
 impl Places {

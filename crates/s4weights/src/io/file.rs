@@ -44,7 +44,7 @@ enum Out {
     Direct(File),
 }
 
-/// The way a file is written.
+/// How a file is written.
 #[cfg(target_os = "linux")]
 enum Way {
     /// Not decided yet: this many more bytes are written plainly first, since a small file is not

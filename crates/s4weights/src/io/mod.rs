@@ -316,7 +316,7 @@ fn resolve(url: &str, options: &StorageOptions) -> Result<Resolved> {
     }
 }
 
-/// The way a store writes the objects of a local folder, if not by a plain `write`.
+/// How a store writes the objects of a local folder, if not by a plain `write`.
 pub(crate) fn put_files() -> Option<Arc<dyn PutFiles>> {
     #[cfg(target_os = "linux")]
     return Some(Arc::new(memory_files::MemoryFiles));

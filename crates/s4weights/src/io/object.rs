@@ -44,7 +44,7 @@ fn part_size(first: usize, number: usize) -> usize {
 fn parts_in_flight(size: usize, memory: usize) -> usize {
     (memory / size).max(1)
 }
-/// The longest time that aborting an upload may take, and the same if the caller has stopped the work.
+/// How long aborting an upload may take, and how long if the caller has stopped the work.
 const ABORT: Duration = Duration::from_secs(10);
 const STOPPED_ABORT: Duration = Duration::from_millis(300);
 

@@ -20,7 +20,7 @@ use crate::objects::{DataObject, ObjectSink};
 use crate::options::{Progress, ProgressFn};
 use crate::parallel::{lock, request_threads};
 
-/// The time that a commit or a clean-up may still take after the caller cancelled.
+/// How long a commit or a clean-up may still take after the caller cancelled.
 const GRACE: Duration = Duration::from_millis(400);
 
 /// Runs requests for threads that wait for them. Clones share the threads, which end with the last.

@@ -12,7 +12,7 @@ use crate::store::bridge::{Asker, Bridge};
 use crate::store::open::Opener;
 use crate::store::{CheckpointStore, StoreOptions};
 
-/// Options of a check.
+/// Options for a check.
 #[derive(Clone, Default)]
 pub struct CheckOptions {
     /// Read every object, compare its hash, and decode every value. Without this only manifests are

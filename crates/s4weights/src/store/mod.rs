@@ -85,7 +85,7 @@ const MAX_SHARING: u32 = 4096;
 /// Options for using a store. (Its properties were fixed when it was created.)
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// The effort to make tensors smaller.
+    /// How much effort goes into making tensors smaller.
     pub preset: Preset,
     /// Threads that encode and decode; `None`: as many as the machine has cores.
     pub threads: Option<usize>,
@@ -154,7 +154,7 @@ impl StoreOptions {
 pub struct CheckpointStore {
     opener: Opener,
     options: StoreOptions,
-    /// The last saves of this handle. Locked for as long as a save lasts.
+    /// What this handle saved last. Locked for as long as a save lasts.
     history: Mutex<SaveHistory>,
     /// The checkpoint that was opened last.
     opened: Mutex<Option<Reference>>,
@@ -192,7 +192,7 @@ impl ParentValues {
     }
 }
 
-/// The longest time that closing a store waits for its lease to be deleted; after that it expires.
+/// How long closing a store waits for its lease to be deleted; after that it expires.
 const RELEASE: std::time::Duration = std::time::Duration::from_secs(5);
 
 impl Drop for CheckpointStore {

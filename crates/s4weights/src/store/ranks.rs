@@ -32,7 +32,7 @@ use crate::writer::{MAX_DELTAS, Writer, Written};
 /// Bytes of values in most chunks.
 const CHUNK: u64 = 256 << 10;
 
-/// The information that a rank needs to store its part of a checkpoint: the coordinator makes one for each rank and
+/// What a rank must know to store its part of a checkpoint: the coordinator makes one for each rank and
 /// sends it, as JSON if necessary. All of them are of the same version.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -43,9 +43,9 @@ pub struct PartOf {
     parent: Option<Reference>,
     /// Its number since the base.
     number: u32,
-    /// The reason that it is a base; `None` if it may be a delta.
+    /// Why it is a base; `None` if it may be a delta.
     why_base: Option<String>,
-    /// The most tensors of the rank that may be deltas or copies: the merged index numbers the plans of all ranks
+    /// How many of the rank's tensors may be deltas or copies: the merged index numbers the plans of all ranks
     /// together.
     deltas: usize,
 }

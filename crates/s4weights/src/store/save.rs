@@ -103,9 +103,9 @@ pub struct Saved {
     pub checkpoint: Checkpoint,
     /// Counts and sizes. `bytes_out` leaves out the store's own table of objects.
     pub report: Report,
-    /// The time that each stage took.
+    /// How long each stage took.
     pub stages: StageSeconds,
-    /// The reason that it is a base; `None` if it is a delta.
+    /// Why it is a base; `None` if it is a delta.
     pub why_base: Option<WhyBase>,
     /// The checkpoints that the store's retention retired.
     pub retired: Vec<CheckpointId>,
@@ -122,7 +122,7 @@ pub struct StageSeconds {
     pub publish: f64,
 }
 
-/// The reason that a checkpoint is a base.
+/// Why a checkpoint is a base.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WhyBase {
@@ -166,7 +166,7 @@ pub(crate) struct SaveRequest<'a> {
     tensors: &'a [TensorSource<'a>],
     options: &'a SaveOptions,
     pub(crate) asker: Asker,
-    /// The most tensors that may be deltas or copies.
+    /// How many tensors may be deltas or copies.
     pub(crate) max_deltas: usize,
     /// Whether the caller has been told that it may change its values.
     staged: Arc<AtomicBool>,
