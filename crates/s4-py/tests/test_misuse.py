@@ -42,7 +42,7 @@ def test_a_subscriber_is_told_what_is_wrong(tmp_path: Path) -> None:
         Subscriber(wrong, {"w": torch.zeros(3)})
     with Subscriber(tmp_path / "a", {"w": torch.zeros(3)}) as subscriber:
         for step in (True, "x", 1.0, -1):
-            with pytest.raises(ValueError, match="step: an integer"):
+            with pytest.raises(ValueError, match="step: expected a non-negative integer"):
                 subscriber.apply_delta(step)  # type: ignore[arg-type]
         assert subscriber.apply_delta(1) is not None
 
@@ -59,7 +59,7 @@ def test_files_are_compared_by_identity(tmp_path: Path) -> None:
 def test_no_checkpoint_is_chosen_by_none(store: CheckpointStore) -> None:
     wrong: Any = None
     for call in (store.pin, store.unpin, store.rebase, store.delete):
-        with pytest.raises(ValueError, match="an integer or the id of an entry expected, not None"):
+        with pytest.raises(ValueError, match="expected an integer or the id of an entry, not None"):
             call(wrong)
     assert not any(entry.pinned for entry in store.list())
 
@@ -67,17 +67,17 @@ def test_no_checkpoint_is_chosen_by_none(store: CheckpointStore) -> None:
 def test_arguments_of_the_wrong_type_are_named(store: CheckpointStore, tmp_path: Path) -> None:
     wrong: Any
     for wrong in (Path("/run/s4w.sock"), 5):
-        with pytest.raises(TypeError, match=r"runner=.*: an address such as unix:///path"):
+        with pytest.raises(TypeError, match=r"runner=.*: expected an address such as unix:///path"):
             CheckpointStore(tmp_path, runner=wrong)
     wrong = (("loss", None, "min"),)
-    with pytest.raises(TypeError, match=r"best=.*: a number of checkpoints expected"):
+    with pytest.raises(TypeError, match=r"best=.*: expected a number of checkpoints"):
         Retention(best=wrong)
     wrong = 5
-    with pytest.raises(TypeError, match="keys=5: a list of key paths"):
+    with pytest.raises(TypeError, match="keys=5: expected a list of key paths"):
         store.load_checkpoint(keys=wrong)
     s4weights.save({"w": torch.ones(3)}, tmp_path / "a.s4w")
     wrong = "no"
-    with pytest.raises(TypeError, match="strict='no': True or False"):
+    with pytest.raises(TypeError, match="strict='no': expected True or False"):
         s4weights.load_into({}, tmp_path / "a.s4w", strict=wrong)
 
 

@@ -112,7 +112,7 @@ class Catalog(ABC):
         """Delete the data of removed checkpoints and of saves that were never finished.
 
         The data of a removed checkpoint is deleted once it has been off the list for longer than
-        ``grace``, which must be at least a day.
+        ``grace``, which must be at least a day unless ``exclusive`` is true.
 
         Args:
             dry_run: only report what would be deleted.
@@ -143,8 +143,8 @@ class Catalog(ABC):
             tracker.close()
 
     def apply_retention(self, retention: Retention | int | None = None) -> Ids:
-        """Remove the checkpoints that a policy (by default the store's) does not keep from the
-        list. Return their ids.
+        """Remove from the list the checkpoints that a policy (by default the store's) does not keep.
+        Return their ids.
         """
         policy = Retention.of(retention) or self.retention
         if policy is None:

@@ -47,7 +47,7 @@ EXIT_DAMAGED, EXIT_USAGE, EXIT_IO, EXIT_UNSUPPORTED, EXIT_CONFLICT = 1, 2, 3, 4,
 #: Unlike `EXIT_UNSUPPORTED`, it may succeed later: the runner tries again.
 EXIT_MEMORY = 6
 
-_NO_MEMORY = "this machine has not enough memory for it"
+_NO_MEMORY = "not enough memory on this machine"
 
 #: Options that take a value, and the long names of one-letter options.
 _VALUED = frozenset(["--option", "--preset", "--simd", "--threads", "--timeout"])
@@ -171,7 +171,7 @@ def _native(arguments: list[str]) -> int:
 
 
 def _no_text(arguments: Sequence[str]) -> str:
-    """Return a message about arguments that are not text, as the native program does, or an empty string."""
+    """Return the native program's message about arguments that are not text, or an empty string if all are."""
     bad = []
     for number, argument in enumerate(arguments, 1):
         shown = os.fsencode(argument).decode("utf-8", "replace")
@@ -602,7 +602,7 @@ def _require_folder(target: str) -> None:
     """Raise before any work is done if it is already clear that the file cannot be written."""
     if is_url(target):
         kind = "a .safetensors file" if target.endswith(ARRAYS) else "a PyTorch file"
-        what = f"{target}: {kind} can be written to a local path only, not to a URL"
+        what = f"{target}: {kind} can only be written to a local path, not to a URL"
         raise UnsupportedFormatError(what)
     if os.path.isdir(target):
         raise StorageError(errno.EISDIR, os.strerror(errno.EISDIR), target)

@@ -231,7 +231,7 @@ def _rename_new(temporary: Path, path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes new names in a folder durable, as the native writer does."""
+    """Make new names in a folder durable, as the native writer does."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:

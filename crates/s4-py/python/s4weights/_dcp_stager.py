@@ -96,7 +96,7 @@ class _StagedState(dict[str, Any]):
 
 
 class Stager(AsyncStager):  # type: ignore[misc]
-    """Preserves the state as of the call of `dcp.async_save` while the save runs::
+    """Preserves the state that `dcp.async_save` is called with while the save runs::
 
         stager = s4weights.dcp.Stager()
         future = dcp.async_save(state, storage_writer=writer, async_stager=stager)

@@ -125,7 +125,7 @@ def _pinned() -> int:
 
 
 def free_pinned_memory() -> None:
-    """Return page-locked host memory that is not in use by a save to the system.
+    """Return to the system the page-locked host memory that no save is using.
 
     Saves of tensors on CUDA devices keep this memory for the next save (see ``pinned_memory=``),
     because locking pages is slow.

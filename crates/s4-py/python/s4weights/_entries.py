@@ -80,7 +80,7 @@ class Retention:
                 what = 'expected tuples such as ("loss", 3, "min")'
                 raise TypeError(f"best={self.best!r}: {what}")
             if rule[1] is None:
-                raise TypeError(f"best={self.best!r}: a number of checkpoints expected, not None")
+                raise TypeError(f"best={self.best!r}: expected a number of checkpoints, not None")
             checked_number("best", rule[1], 1)
             if rule[2] not in ("min", "max"):
                 raise ValueError(f'best: expected "min" or "max", not {rule[2]!r}')

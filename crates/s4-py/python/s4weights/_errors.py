@@ -20,7 +20,7 @@ __all__ = [
 
 
 class S4Error(Exception):
-    """Base class of the errors raised by s4weights."""
+    """Base class of the exceptions that s4weights defines."""
 
 
 class CorruptDataError(S4Error, ValueError):
@@ -51,7 +51,7 @@ class MismatchError(S4Error, ValueError):
 
 
 class StorageError(S4Error, OSError):
-    """The disk or the object store failed: it is full, read-only, unreachable or access is denied.
+    """The disk or the object store failed: it is full, read-only or unreachable, or access is denied.
 
     ``errno`` is the system's error number, if there is one: ``ENOSPC``, ``EROFS``, ``EACCES`` (also
     for an object store's 401 and 403), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the path or

@@ -61,8 +61,8 @@ def load(
         weights_only: allow only tensors, plain values and the globals allowed in
             `torch.serialization`. ``None`` means ``True``. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and
             ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` are respected.
-        mmap: only for files written by `torch.save`. A ``.s4w`` file must be decoded, so for these
-            files it only causes a warning.
+        mmap: as in `torch.load`, for files written by `torch.save`. ``.s4w`` files must be decoded,
+            so for these it only causes a warning.
         threads: number of native threads. ``None`` means one per core.
         device: where to decode tensors for CUDA devices, as in `save`.
         gpu_scratch: as in `save`.
@@ -78,7 +78,7 @@ def load(
 
     Raises:
         KeyError: one of ``keys`` does not exist in the file.
-        TypeError: neither this function nor the unpickler takes an argument.
+        TypeError: an argument is one that neither this function nor the unpickler takes.
         UnsafeLoadError: ``weights_only`` does not allow an object in the file; the error contains
             its key path.
         CorruptDataError: the file is damaged or truncated.

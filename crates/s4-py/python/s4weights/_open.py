@@ -89,7 +89,7 @@ class File(Mapping[str, Any]):
         return self._open().metadata()
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        """Return the tensor with a key path. Raises `KeyError` if there is none."""
+        """Return the tensor at a key path. Raises `KeyError` if there is none."""
         return self.get_slice(key)[...]
 
     def get_slice(self, key: str) -> Slice:
@@ -114,8 +114,8 @@ class File(Mapping[str, Any]):
 class Slice:
     """A tensor that is read when it is indexed.
 
-    Only the chunks that contain the requested values are decoded. A chunk has 64 Ki to 256 Ki
-    values.
+    Only the chunks that the index needs are decoded, each as a whole. A chunk has 64 Ki to 256 Ki
+    values, or fewer at the end of a tensor.
     """
 
     def __init__(self, file: File, key: str, saved: _Saved) -> None:

@@ -247,8 +247,8 @@ class Pending(Generic[T]):
             self.staged.set_result(None)
 
     def _give_up(self) -> None:
-        """End a save whose call raises, so that its caller does not get this object. Return once
-        nothing reads the caller's tensors, and waits for the end of the save, which comes soon.
+        """End a save whose call raises, so that its caller does not get this object. Returns
+        once nothing reads the caller's tensors, and the save has ended, which it does soon.
         """
         self._given_up = True
         if self._owner.acquire(blocking=False) and not self.committed.done():

@@ -49,7 +49,7 @@ class Progress:
         self._base += nbytes
 
     def finish(self) -> None:
-        """Report that all work is done. Called while an exception of the function can still stop the work."""
+        """Report that all work is done. Must be called while an exception of the function can still stop the work."""
         if self._report is not None:
             self._report(self._total, self._total)
 

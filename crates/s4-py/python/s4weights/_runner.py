@@ -113,7 +113,7 @@ class RunnerSave:
         try:
             self._submission.wait(timeout)
         except futures.TimeoutError as error:
-            raise TimeoutError(f"step {self.step} is still saving, not yet {state}") from error
+            raise TimeoutError(f"step {self.step} is still being saved, not yet {state}") from error
         while True:
             left = _POLL if end is None else min(_POLL, end - time.monotonic())
             found = self._client.look(self.id, state, max(left, 0.0))
@@ -133,7 +133,7 @@ class RunnerClient:
 
     def __init__(self, address: str, timeout: float | None) -> None:
         if not isinstance(address, str):
-            raise TypeError(f"runner={address!r}: an address such as unix:///path expected")
+            raise TypeError(f"runner={address!r}: expected an address such as unix:///path")
         parts = urlsplit(address)
         if parts.scheme != "unix" or parts.netloc or not parts.path.startswith("/"):
             raise ValueError(f"runner={address!r}: expected unix:///path/to/socket")

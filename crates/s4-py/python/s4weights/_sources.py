@@ -190,7 +190,7 @@ def _is_pipe(path: str) -> bool:
 
 
 def _look_at(path: str) -> tuple[bytes, bool]:
-    """Like `_core.look_at`, but also for files that are not regular. Raises errors."""
+    """Like `_core.look_at`, but also for files that are not regular. Raises an error for one that cannot be read."""
     try:
         with open(path, "rb") as file:
             head, tail = file.read(_HEAD), _tail(file)

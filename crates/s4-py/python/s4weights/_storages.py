@@ -244,7 +244,7 @@ class StorageReader:
     def info(self, number: int) -> _core.TensorInfo:
         """Name, dtype, shape and bytes of a storage, as the file has them."""
         if not 0 <= number < len(self._infos):
-            raise CorruptDataError(f"the object refers to tensor {number}, but the file has {len(self._infos)}")
+            raise CorruptDataError(f"the object refers to tensor {number}, but the file has {len(self._infos)} tensors")
         return self._infos[number]
 
     def is_of_caller(self, error: BaseException) -> bool:

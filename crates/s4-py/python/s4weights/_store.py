@@ -48,9 +48,9 @@ class CheckpointStore(Catalog):
 
     Several threads may call its methods at the same time: saves wait for each other, and `close` waits for them. A
     progress function (``progress=``), or a signal handler that runs during a save, must not save to the same store
-    or close it: this raises `RuntimeError`. If a background save calls the progress function, the methods that wait
-    for that save raise it as well (`load_checkpoint`, `verify`, `delete`, `undelete`, `gc`, `rebase`); `list` and
-    `latest` work. After a fork, the child opens its own connection, and background saves continue only in the
+    or close it: this raises `RuntimeError`. In a progress function that a background save calls, the methods that
+    wait for that save raise it as well (`load_checkpoint`, `verify`, `delete`, `undelete`, `gc`, `rebase`); `list`
+    and `latest` work. After a fork, the child opens its own connection, and background saves continue only in the
     parent process.
 
     If a background save fails, this is logged immediately, and the next call that waits for it (a save, a load or
@@ -84,7 +84,7 @@ class CheckpointStore(Catalog):
             (default: 300). It limits each request with its retries, and each commit, not a whole save.
         writers: how many processes may write to a newly created store: ``"many"``, which raises an error unless a
             test shows that the object store is safe for this, or ``"single"``, which is enforced by a lease.
-        read_only: never write to the store. If its log is damaged, list the checkpoints that can still be proved.
+        read_only: never write to the store. If its log is damaged, list the checkpoints that the rest of it proves.
         device: where to encode and decode tensors on CUDA devices, as in `save`. It does not change the stored
             data.
         gpu_scratch: as in `save`.
@@ -92,7 +92,7 @@ class CheckpointStore(Catalog):
         staging_memory: bytes of host memory that background saves may use for values, copied or encoded, that have
             not been uploaded yet. ``None`` means no limit. Beyond the limit, the call blocks.
         device_reserve: bytes of memory on each CUDA device that copies leave free, in addition to memory that
-            PyTorch has allocated before. ``None`` means 1 GiB, or a tenth of the memory if that is more.
+            PyTorch had before and has returned. ``None`` means 1 GiB, or a tenth of the memory if that is more.
         runner: the socket of a runner (``s4w serve``), such as ``unix:///run/s4weights/s4w.sock``. Saves return a
             `RunnerSave` once the checkpoint is on the local drive and has been handed to the runner, which
             compresses, verifies and uploads it. Loads read from the nearest place that has the checkpoint. The

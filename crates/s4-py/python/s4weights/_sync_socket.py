@@ -338,7 +338,7 @@ class Client:
         except ValueError as error:
             raise CorruptDataError(f"{self.name}: invalid sizes {header!r}") from error
         if len(sizes) > _MOST_OBJECTS or min(sizes) < 0 or sum(sizes) != len(body):
-            raise CorruptDataError(f"{self.name}: the sizes do not add up to the {len(body)} bytes received")
+            raise CorruptDataError(f"{self.name}: the announced sizes do not fit the {len(body)} bytes received")
         parts, at = [], 0
         for size in sizes:
             parts.append(body[at : at + size])

@@ -70,13 +70,13 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def require_pieces(tensor: torch.Tensor, where: str) -> None:
-    """Raises `UnsupportedFormatError` for a tensor that `torch.distributed.checkpoint` cannot take apart, or whose
+    """Raise `UnsupportedFormatError` for a tensor that `torch.distributed.checkpoint` cannot take apart, or whose
     pieces the format cannot hold. Its own errors name no tensor.
     """
     if why := odd_kind(tensor):
         raise UnsupportedFormatError(f"{where}: {why}")
     if dtype_name(tensor.dtype) == "bytes":
-        raise UnsupportedFormatError(f"{where}: the format has no {tensor.dtype}")
+        raise UnsupportedFormatError(f"{where}: the format does not support {tensor.dtype}")
     import torch
 
     try:
@@ -96,12 +96,12 @@ def odd_kind(tensor: torch.Tensor) -> str | None:
         return "a nested tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else f"of layout {str(tensor.layout).removeprefix('torch.')}"
-        return f"a tensor with strides expected, not one that is {kind}"
+        return f"expected a strided tensor, not one that is {kind}"
     return valueless_kind(tensor)
 
 
 def valueless_kind(tensor: torch.Tensor) -> str | None:
-    """Says so if a tensor only stands for values, and has none in its memory."""
+    """The kind of a tensor that only stands for values, and has none in its memory; ``None`` for others."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 

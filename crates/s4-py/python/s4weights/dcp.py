@@ -152,7 +152,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         StorageError: the store cannot be written.
         ConflictError: the step is already listed, and ``overwrite`` is false.
         UnsupportedFormatError: the planner produced a tensor with a dtype that the format does not
-            support, a tensor that is not plain, or metadata that cannot be stored as JSON.
+            support, a value that is not a plain tensor, or metadata that cannot be stored as JSON.
     """
 
     def __init__(
@@ -466,11 +466,11 @@ def save(
     no_dist: bool = False,
     **options: Any,
 ) -> CheckpointEntry | None:
-    """Save a state dict to a store with `dcp.save`. Uses JSON instead of pickles where possible.
+    """Save a state dict to a store with `dcp.save`, with JSON instead of pickles where possible.
 
     Args:
-        state_dict: as in `dcp.save`, like ``process_group`` and ``no_dist``.
-        store: as in `StorageWriter`, like ``step`` and ``options``.
+        state_dict: as in `dcp.save`, as are ``process_group`` and ``no_dist``.
+        store: as in `StorageWriter`, as are ``step`` and ``options``.
         planner: the planner. ``None`` means a `SavePlanner`.
 
     Returns:
@@ -505,7 +505,7 @@ def async_save(
     """Save a state dict to a store with `dcp.async_save`, on a thread, with one stager for all saves.
 
     Args:
-        state_dict: as in `save`, like the other arguments.
+        state_dict: as in `save`, as are the other arguments.
         stager: the stager that copies the state.
 
     Returns:
@@ -542,11 +542,11 @@ def load(
     no_dist: bool = False,
     **options: Any,
 ) -> None:
-    """Load a state dict from a store in place, with `dcp.load`. No code in the checkpoint is run.
+    """Load a state dict from a store in place, with `dcp.load`. The default planner runs no code from it.
 
     Args:
-        state_dict: as in `dcp.load`, like ``process_group`` and ``no_dist``.
-        store: as in `StorageReader`, like ``step`` and ``options``.
+        state_dict: as in `dcp.load`, as are ``process_group`` and ``no_dist``.
+        store: as in `StorageReader`, as are ``step`` and ``options``.
         planner: the planner. ``None`` means a `LoadPlanner`.
     """
     agree = step is None and not no_dist and _world() > 1
@@ -641,7 +641,7 @@ def _plain(data: torch.Tensor, where: str) -> torch.Tensor:
         raise UnsupportedFormatError(f"{where}: the format does not support {tensor.dtype}")
     if tensor.is_meta or is_strided(tensor):
         if tensor.untyped_storage().device.type == "meta":
-            raise UnsupportedFormatError(f"{where}: the tensor has no values, as on device `meta`")
+            raise UnsupportedFormatError(f"{where}: a tensor without values, such as one on `meta`")
         require_storage(tensor, where)
     return tensor.resolve_conj().resolve_neg().contiguous()
 

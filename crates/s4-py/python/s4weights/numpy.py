@@ -61,7 +61,7 @@ def save(
 
     Args:
         obj: the object to save. NumPy scalars are saved as zero-dimensional arrays.
-        f: as in `s4weights.save`, like the other arguments, except that the preset cannot be
+        f: as in `s4weights.save`, as are the other arguments, except that the preset cannot be
             ``"nvcomp"``.
 
     Returns:
@@ -118,7 +118,7 @@ def load(
     """Load a ``.s4w`` file, with its tensors as arrays. Arrays share memory if the tensors did.
 
     Args:
-        f: as in `s4weights.load`, like the other arguments.
+        f: as in `s4weights.load`, as are the other arguments.
 
     Returns:
         The object. PyTorch's own types become plain types: sizes become tuples, and dtypes and
@@ -216,8 +216,8 @@ class ArrayFile(File):
 class ArraySlice(Slice):
     """An array that is read when it is indexed.
 
-    Only the chunks that contain the requested values are decoded. A chunk has 64 Ki to 256 Ki
-    values.
+    Only the chunks that the index needs are decoded, each as a whole. A chunk has 64 Ki to 256 Ki
+    values, or fewer at the end of a tensor.
     """
 
     def __init__(self, file: ArrayFile, key: str, saved: _Layout) -> None:
@@ -327,7 +327,7 @@ class _Storages:
 
     def info(self, number: int) -> _core.TensorInfo:
         if number >= len(self._infos):
-            raise CorruptDataError(f"the object refers to tensor {number}, but the file has {len(self._infos)}")
+            raise CorruptDataError(f"the object refers to tensor {number}, but the file has {len(self._infos)} tensors")
         return self._infos[number]
 
     def get(self, number: int) -> _Array:

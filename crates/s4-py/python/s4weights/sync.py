@@ -80,7 +80,7 @@ class Publisher:
     Args:
         store: a folder, a URL or a `CheckpointStore`. With ``"memory:"``, weights are only
             available through the socket.
-        listen: the address to serve published weights at: ``tcp://host:port`` (port 0 means any
+        listen: the address at which to serve published weights: ``tcp://host:port`` (port 0 means any
             free port) or ``unix:///path``. Anyone who can connect is served: there is no encryption
             and no authentication.
         chain: number of checkpoints that share a base, 2 to 64. The base is as large as a full
@@ -111,16 +111,16 @@ class Publisher:
                 raise TypeError(f"{', '.join(options)}: not allowed with an existing store")
             hops, shared = store._arguments["max_hops"], store._arguments["max_chain"]
             if hops is None or shared is None or hops < shared - 1:
-                raise ValueError("store: expected max_hops=max_chain - 1, a line of deltas")
+                raise ValueError("store: expected max_hops=max_chain - 1, for a line of deltas")
             if store.runner is not None:
-                raise ValueError("store: has a runner, which would decide which checkpoints are deltas")
+                raise ValueError("store: it has a runner, which would decide which checkpoints are deltas")
             self._store: CheckpointStore | None = store
         else:
             given = {"max_chain", "max_hops"} & options.keys()
             if options.get("runner") is not None:
                 raise TypeError("runner: not supported, as it would decide which checkpoints are deltas")
             if given:
-                raise TypeError(f"{', '.join(given)}: not allowed, use `chain` instead")
+                raise TypeError(f"{', '.join(given)}: not allowed; use `chain` instead")
             self._store = None
             self._arguments = {
                 "retention": Retention(keep_last=chain + 1),
@@ -154,7 +154,7 @@ class Publisher:
 
     @property
     def address(self) -> str | None:
-        """The address that it listens at, with the actual port. ``None`` if it does not listen."""
+        """The address that it listens at, with the actual port, or ``None`` if it does not listen."""
         return None if self._server is None else self._server.address
 
     @overload
@@ -200,7 +200,7 @@ class Publisher:
             weights: a module, or containers of tensors. Other values are ignored.
             step: the training step, a non-negative integer.
             base: publish a base instead of a delta.
-            metrics: as in `CheckpointStore.save_checkpoint`, like ``tags``, ``blocking`` and
+            metrics: as in `CheckpointStore.save_checkpoint`, as are ``tags``, ``blocking`` and
                 ``stage``.
 
         Returns:
@@ -388,7 +388,7 @@ class Subscriber:
             not contiguous, and for those on devices that s4weights cannot decode on.
         timeout: seconds for which a source that does not respond is retried.
         threads: as in `load`.
-        device: as in `load`, like ``gpu_scratch`` and ``storage_options``.
+        device: as in `load`, as are ``gpu_scratch`` and ``storage_options``.
     """
 
     def __init__(
@@ -407,7 +407,7 @@ class Subscriber:
         compute = Compute(device, gpu_scratch)
         text = os.fspath(source)
         if not isinstance(text, str):
-            raise TypeError(f"{source!r}: a folder, a URL or the address of a publisher expected")
+            raise TypeError(f"{source!r}: expected a folder, a URL or the address of a publisher")
         self._source: _Source
         if is_address(text):
             if storage_options:

@@ -63,10 +63,10 @@ def restore_folder(
 
 
 def write_folder(packed: Any, folder: str | os.PathLike[str], where: str) -> None:
-    """Does so with a checkpoint that is loaded; ``where`` it comes from is for errors."""
+    """Write the folder of a loaded checkpoint, like `restore_folder`. ``where`` is for messages."""
     # `a/..` would replace the folder that `a` is in, with everything else in it.
     if Path(folder).name in ("", ".."):
-        raise ValueError(f"{os.fspath(folder)!r}: a path that ends with the folder's name expected")
+        raise ValueError(f"{os.fspath(folder)!r}: expected a path that ends with the folder's name")
     # A link stays a link.
     target = Path(os.path.realpath(folder))
     if target.exists() and not target.is_dir():
@@ -129,7 +129,7 @@ def _walk(folder: Path, above: frozenset[str]) -> Iterator[Path]:
             else:
                 yield path
         else:
-            what = "it is a broken link, a link to a parent folder, a pipe or a device"
+            what = "it is a broken link, a link to a folder that contains it, a pipe or a device"
             warnings.warn(f"{path}: not saved: {what}", stacklevel=2)
 
 

@@ -63,8 +63,8 @@ def save_state(
 
     Args:
         accelerator: the ``Accelerator``.
-        store: a `CheckpointStore`, its folder or its URL. Calls with the same accelerator, store
-            and options share a store for as long as the accelerator exists.
+        store: a `CheckpointStore`, its folder or its URL. Calls with the same accelerator, folder or
+            URL, and options share a `CheckpointStore` for as long as the accelerator exists.
         step: the training step.
         metrics: as in `CheckpointStore.save_checkpoint`.
         tags: as in `CheckpointStore.save_checkpoint`.
@@ -162,7 +162,7 @@ def register_hooks(accelerator: Any, **options: Any) -> tuple[Any, Any]:
         options: arguments of `s4weights.save`, such as ``preset``.
 
     Returns:
-        Two handles, whose ``remove()`` method removes the hook.
+        Two handles. The ``remove()`` method of each removes its hook.
     """
 
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:

@@ -32,7 +32,7 @@ __all__ = ["StoreCheckpointManager"]
 class StoreCheckpointManager(CheckpointManager):  # type: ignore[misc]
     """torchtitan's own manager, with a store instead of the folders ``step-N``.
 
-    The store keeps ``keep_latest_k`` checkpoints. Hugging Face checkpoints remain folders.
+    ``keep_latest_k`` sets how many checkpoints the store keeps. Hugging Face checkpoints remain folders.
     """
 
     @dataclass(kw_only=True, slots=True)
