@@ -5,7 +5,7 @@
 //! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could
 //! not be found, read or written; 4 the file needs another version, program or machine; 5 something
 //! that exists forbids it (the state of a store, a file that would be replaced), or another process
-//! was faster.
+//! was faster; 6 there is not enough memory.
 #![forbid(unsafe_code)]
 
 mod arrays;
@@ -45,7 +45,7 @@ use signals::Signals;
     after_help = "Exit codes: 0 success; 1 damaged data or a failed test; 2 wrong usage; \
                   3 not found, or not readable or writable; 4 not supported by this version or \
                   machine; 5 refused because of an existing file, the state of a store, or \
-                  another process. `serve` uses the exit codes of sysexits.h."
+                  another process; 6 not enough memory. `serve` uses the exit codes of sysexits.h."
 )]
 struct Cli {
     /// Log more to standard error (-v, -vv, -vvv). By default warnings and errors are logged, with

@@ -98,7 +98,7 @@ mod tests {
     #[test]
     fn what_may_succeed_later_is_tried_again() {
         let none = crate::arrays::buffer(usize::MAX / 2, "w").unwrap_err();
-        assert_eq!(none.exit_code(), 4);
+        assert_eq!(none.exit_code(), 6);
         assert!(
             matches!(unconverted(&none), Unconverted::Killed(why) if why.contains("no memory"))
         );

@@ -109,6 +109,30 @@ def _fail_stateful(rank: int, url: str) -> None:
     assert ranks == [0, 1]
 
 
+def _fail_stateful_after_keys(rank: int, url: str) -> None:
+    """As DCP's `load` was before: the ranks exchange keys, and then call `state_dict`."""
+    from s4weights import _dcp_together
+
+    case = Case(Stop, "stopped at 1 of 2")
+    module = Broken(None)
+    dcp.save({"model": module}, url, 1)
+    load = torch_dcp.load
+
+    def load_after_keys(state: Any, **options: Any) -> None:
+        dist.all_gather_object([None, None], [*state.keys()])
+        load(state, **options)
+
+    torch_dcp.load = load_after_keys
+    _dcp_together._EXCHANGES_KEYS = True
+    module.fails = "save" if rank == case.at else None
+    for step in (1, None):
+        expect_failure(rank, case, lambda: dcp.load({"model": module}, url, step))  # noqa: B023
+    wrong: Any = [1] if rank == case.at else {"model": Broken(None)}
+    expect_failure(rank, Case(AttributeError, "keys"), lambda: dcp.load(wrong, url, 1))
+    module.fails = None
+    dcp.load({"model": module}, url)
+
+
 def _refuse_beside_pytorch(rank: int, folder: str) -> None:
     # Made here, as that takes exchanges, too. With our writer, and with PyTorch's, whose exchanges are the same.
     target = sharded(1)
@@ -185,6 +209,10 @@ def test_a_call_that_is_refused_meanwhile_leaves_a_running_save_alone(tmp_path: 
 
 def test_a_state_that_one_rank_cannot_give_fails_on_all(tmp_path: Path) -> None:
     run_ranks(2, _fail_stateful, str(tmp_path / "store"))
+
+
+def test_a_state_that_one_rank_cannot_give_fails_on_all_after_an_exchange_of_keys(tmp_path: Path) -> None:
+    run_ranks(2, _fail_stateful_after_keys, str(tmp_path / "store"))
 
 
 def test_saves_of_pytorchs_own_async_save_are_left_alone(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_subscriber_is_told_what_is_wrong(tmp_path: Path) -> None:
     with Publisher(tmp_path / "a") as publisher:
         publisher.publish_delta({"w": torch.ones(3)}, 1)
     wrong: Any = b"x"
-    with pytest.raises(TypeError, match="a folder, a URL or the address"):
+    with pytest.raises(TypeError, match="expected a folder, a URL or the address"):
         Subscriber(wrong, {"w": torch.zeros(3)})
     with Subscriber(tmp_path / "a", {"w": torch.zeros(3)}) as subscriber:
         for step in (True, "x", 1.0, -1):
@@ -93,7 +93,7 @@ def test_a_restored_folder_replaces_nothing_but_that_folder(
     with CheckpointStore(tmp_path / "store") as store:
         _folder.save_folder(store, source, 1)
         for wrong in (place / "mine" / "..", ".", "", ".."):
-            with pytest.raises(ValueError, match="ends with the folder's name"):
+            with pytest.raises(ValueError, match=r"ends with the folder's name|the store is in this folder"):
                 _folder.restore_folder(store, wrong)
         with pytest.raises(NotADirectoryError):
             _folder.restore_folder(store, place / "mine" / "a.txt")
@@ -111,6 +111,34 @@ def test_a_restored_folder_replaces_nothing_but_that_folder(
             with pytest.raises(PermissionError, match="a test"):
                 _folder.restore_folder(store, place / "mine")
         assert (place / "mine" / "a.txt").read_text() == "mine"
+        # Nor does an interrupt lose it, whenever it comes.
+        for at in (".old", "mine"):
+
+            def interrupted(self: Path, target: Any, at: str = at) -> Any:
+                made = rename(self, target)
+                if Path(target).name.endswith(at):
+                    raise KeyboardInterrupt
+                return made
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "rename", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    _folder.restore_folder(store, place / "mine")
+            assert [path.name for path in place.iterdir()] == ["mine"]
+            assert (place / "mine" / "a.txt").read_text() == ("mine" if at == ".old" else "source")
+        # Nor is the store replaced by what it holds.
+        for holds in (tmp_path, tmp_path / "store"):
+            with pytest.raises(ValueError, match="the store is in this folder"):
+                _folder.restore_folder(store, holds)
+        # A link to a folder that it is in: all of that would be replaced, the link included.
+        within = place / "within"
+        within.mkdir()
+        for name, to in (("up", ".."), ("here", ".")):
+            (within / name).symlink_to(to)
+            with pytest.raises(ValueError, match="a link to a folder that it is in"):
+                _folder.restore_folder(store, within / name)
+            (within / name).unlink()
+        within.rmdir()
         (place / "link").symlink_to("mine")
         _folder.restore_folder(store, "link")
     assert (place / "link").is_symlink() and (place / "mine" / "a.txt").read_text() == "source"

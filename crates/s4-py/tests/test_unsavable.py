@@ -138,3 +138,103 @@ def test_what_is_not_initialized_is_not_published() -> None:
     lazy = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
     with Publisher("memory:") as publisher, pytest.raises(ValueError, match=r"`1\.weight` is not initialized"):
         publisher.publish_delta(lazy, 1)
+
+
+class Shy(torch.Tensor):
+    """Refuses every question that passes through its class."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("shy")
+
+
+class Refusing:
+    """A value that cannot be copied."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+def test_other_errors_of_a_stager_are_passed_on() -> None:
+    from s4weights import dcp
+
+    mine = RuntimeError("mine")
+    with pytest.raises(RuntimeError, match="mine") as raised:
+        dcp.Stager().stage({"a": {"w": torch.ones(3), "p": torch.nn.Parameter(torch.ones(3))}, "b": Refusing(mine)})
+    # Programs follow the causes to their end.
+    assert raised.value is mine and mine.__cause__ is None
+    with pytest.raises(s4weights.UnsupportedFormatError, match=r"`a\.w`: a Shy that cannot be copied"):
+        dcp.Stager().stage({"a": {"w": torch.ones(3).as_subclass(Shy)}})
+    rude = {"w": Wrapper(torch.ones(3))}
+    with pytest.raises(ZeroDivisionError) as division:
+        dcp.Stager().stage(rude)
+    assert division.value.__cause__ is not division.value
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that wraps another one, and does not name it."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.times = 0
+
+    def __tensor_flatten__(self) -> Any:
+        self.times += 1
+        raise ZeroDivisionError(self.times)
+
+    @classmethod
+    def __tensor_unflatten__(cls, *parts: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+def test_what_a_gradients_function_leaves_behind_is_saved(tmp_path: Path) -> None:
+    from s4weights import dcp
+
+    left = []
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        left.append(x * 2)
+        return left[0].sum()
+
+    torch.func.grad(work)(torch.arange(3.0))
+    dcp.save({"w": left[0]}, tmp_path, 1, no_dist=True)
+    found = {"w": torch.zeros(3)}
+    dcp.load(found, tmp_path, no_dist=True)
+    assert found["w"].tolist() == [0, 2, 4]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+def test_tensors_of_a_kind_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from s4weights import _unsavable
+
+    asked: list[str] = []
+    check = _unsavable.require_pieces
+
+    def counted(tensor: torch.Tensor, where: str) -> None:
+        asked.append(where)
+        check(tensor, where)
+
+    monkeypatch.setattr(_unsavable, "require_pieces", counted)
+    state: dict[str, Any] = {f"w{i}": torch.ones(3) for i in range(100)}
+    state.update({"p": torch.nn.Parameter(torch.ones(3)), "half": torch.ones(3).half(), "x": 1})
+    _unsavable.require_all_pieces(state)
+    assert asked == ["'w0'", "'p'", "'half'"]
+    # No code of the class is run.
+    _unsavable.require_all_pieces({"shy": torch.ones(3).as_subclass(Shy)})
+    for name, (make, _) in {**NEVER, **WHOLE}.items():
+        with pytest.raises(s4weights.UnsupportedFormatError, match="'last': "):
+            _unsavable.require_all_pieces({**state, "last": make()})
+        assert asked[-1] == "'last'", name

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, 
 
 from ._errors import CorruptDataError, UnsafeLoadError
 from ._load import load
-from ._unsavable import require_pieces
+from ._unsavable import require_all_pieces
 
 #: Prefix of values that are stored as JSON; no file of `torch.save` begins like this.
 _JSON = b"s4w-json\n"
@@ -30,9 +30,7 @@ class SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
     def create_local_plan(self) -> SavePlan:
         """The plan. Raises `UnsupportedFormatError`, with the tensor's name, for one that cannot be saved."""
-        for name, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor):
-                require_pieces(value, repr(name))
+        require_all_pieces(self.state_dict)
         return super().create_local_plan()
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:

@@ -20,7 +20,7 @@ from ._names import walk_tensors
 from ._pending import HostBuffer
 from ._sources import check_threads
 from ._staging import Budget, copy_on_devices
-from ._storages import Hint, StorageWriter, has_storage, is_strided
+from ._storages import Hint, StorageWriter, has_storage, is_of_signal, is_strided
 from ._unsavable import odd_kind, valueless_kind
 
 #: The most buffers that are kept for later calls.
@@ -153,7 +153,9 @@ class Stager(AsyncStager):  # type: ignore[misc]
         try:
             found.collect(state_dict)
         except Exception as error:
-            raise _named(state_dict, error) from error
+            if (named := _named(state_dict, error)) is not error:
+                raise named from error
+            raise
         if found.freed is not None:
             paths = (path for path, tensor in walk_tensors(state_dict) if tensor is found.freed)
             what = next(paths, "a part of a tensor")
@@ -281,22 +283,26 @@ def _is_named(obj: Any) -> bool:
 
 def _named(state: Any, error: Exception) -> Exception:
     """The error, or one with the name of the tensor that cannot be copied, if that is why it occurred."""
-    if isinstance(error, (S4Error, MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, (S4Error, MemoryError, torch.OutOfMemoryError)) or is_of_signal(error):
         return error
     for path, tensor in walk_tensors(state, whole=True):
-        why = odd_kind(tensor)
+        why = f"a {type(tensor).__name__} that cannot be copied"
         try:
-            if valueless_kind(tensor):
+            odd = odd_kind(tensor)
+            why = odd or why
+            if odd is not None and valueless_kind(tensor):
                 return UnsupportedFormatError(f"cannot save `{path}`: {why}")
-            if why is None and type(tensor) not in _PLAIN:
-                why = f"a {type(tensor).__name__} that cannot be copied"
-            if why is not None:
-                if is_strided(tensor) and _inner(tensor) is None:
-                    tensor.untyped_storage().data_ptr()
-                found = _Found()
-                found.collect(tensor)
-                _Copier({}, found).copy(tensor)
+            # All tensors of a sharded model may be DTensors: they are not copied just to find that they can be.
+            if odd is None and type(tensor) in (*_PLAIN, DTensor):
+                continue
+            if is_strided(tensor) and _inner(tensor) is None:
+                tensor.untyped_storage().data_ptr()
+            found = _Found()
+            found.collect(tensor)
+            _Copier({}, found).copy(tensor)
         except Exception as again:
+            if is_of_signal(again):
+                raise
             if type(again) is type(error) and str(again) == str(error):
                 return UnsupportedFormatError(f"cannot save `{path}`: {why}")
     return error

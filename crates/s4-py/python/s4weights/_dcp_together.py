@@ -14,6 +14,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as loader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from . import _live
@@ -32,6 +33,9 @@ _live.at_fork(_running.clear)
 
 #: The names of the threads on which `dcp.async_save` saves begin with this. Such a thread ends with its save.
 _THREADS = "AsyncCheckpointExecutor"
+
+#: Whether DCP's `load` exchanges keys before it calls `state_dict` of each `Stateful`, as older versions do.
+_EXCHANGES_KEYS = hasattr(loader, "_all_gather_keys")
 
 
 def exchanges(save: Future[Any]) -> None:
@@ -95,12 +99,17 @@ def or_no_load(
     no_dist: bool,
     before: Callable[[], object] = lambda: None,
     begun: Callable[[], bool] = lambda: False,
+    has_keys: bool = False,
 ) -> contextlib.AbstractContextManager[None]:
-    """Like `or_no_save`, for a load. ``before``: the exchange that precedes DCP's `load`."""
+    """Like `or_no_save`, for a load. ``before``: the exchange that precedes DCP's `load`. ``has_keys``: whether the
+    work is DCP's `load` of a state that has keys, which are no reason for it to fail.
+    """
 
     def refuse(error: Exception) -> None:
         before()
-        dcp.load({}, storage_reader=_NoReader(error), process_group=group)
+        # The others may have this rank's keys already.
+        load = loader._load_state_dict if has_keys and _EXCHANGES_KEYS else dcp.load
+        load({}, storage_reader=_NoReader(error), process_group=group)
 
     return _or_refuse(group, no_dist, refuse, begun)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from ._errors import UnsupportedFormatError
 from ._names import walk_tensors
@@ -69,6 +70,23 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__} of {tensor.dtype}{layout}"
 
 
+def require_all_pieces(state: Mapping[str, Any]) -> None:
+    """`require_pieces` for all tensors of a flat state, of which there may be hundreds of thousands."""
+    import torch
+
+    known = set()
+    # What is asked for here needs no code of the tensors' classes.
+    with torch._C.DisableTorchFunctionSubclass():
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            kind = type(value), value.dtype, torch._C._dispatch_keys(value).raw_repr()
+            if kind not in known:
+                require_pieces(value, repr(name))
+                if _is_plain(value):
+                    known.add(kind)
+
+
 def require_pieces(tensor: torch.Tensor, where: str) -> None:
     """Raise `UnsupportedFormatError` for a tensor that `torch.distributed.checkpoint` cannot take apart, or whose
     pieces the format cannot hold. Its own errors name no tensor.
@@ -96,7 +114,7 @@ def odd_kind(tensor: torch.Tensor) -> str | None:
         return "a nested tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else f"of layout {str(tensor.layout).removeprefix('torch.')}"
-        return f"expected a strided tensor, not one that is {kind}"
+        return f"expected a tensor with strides, not one that is {kind}"
     return valueless_kind(tensor)
 
 
@@ -107,8 +125,16 @@ def valueless_kind(tensor: torch.Tensor) -> str | None:
 
     if isinstance(tensor, FakeTensor):
         return "a tensor without values, such as one on `meta`"
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_meta:
-        stands = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+    if _is_plain(tensor) and not tensor.is_meta:
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        # After the function that `torch.func.grad` was given has ended, what is left of its wrapper has values.
+        stands = (wrapped(tensor) and wrapped(tensor.detach())) or torch._is_functional_tensor(tensor)
         if stands or tensor._is_zerotensor():
             return "a tensor without memory of its own"
     return None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    import torch
+
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -555,7 +555,8 @@ def load(
     if agree:
         reader._place.step = _newest(reader, process_group)
     # DCP calls `state_dict` of each `Stateful` before it exchanges anything.
-    with or_no_load(process_group, no_dist, begun=lambda: reader._place.exchanging):
+    has_keys = isinstance(state_dict, dict)
+    with or_no_load(process_group, no_dist, begun=lambda: reader._place.exchanging, has_keys=has_keys):
         dcp.load(
             state_dict,
             storage_reader=reader,

@@ -22,7 +22,7 @@ from typing import Any
 from .._errors import CorruptDataError, S4Error, UnsupportedFormatError
 from .._load import load
 from .._save import save
-from .._sources import open_source, require_s4w
+from .._sources import is_url, open_source, path_of_url, require_s4w
 from .._store import CheckpointStore
 from ._common import load_by_id
 
@@ -58,6 +58,9 @@ def restore_folder(
 ) -> None:
     """Write a folder saved by `save_folder`. It appears complete, and replaces an existing one."""
     where = f"{store.url}: step {'newest' if step is None else step}"
+    place = path_of_url(store.url) if is_url(store.url) else store.url
+    if place and "://" not in place and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(folder)):
+        raise ValueError(f"{os.fspath(folder)!r}: the store is in this folder, which would be replaced")
     packed = load_by_id(store, step) if isinstance(step, str) else store.load_checkpoint(step, "cpu")
     write_folder(packed, folder, where)
 
@@ -69,6 +72,8 @@ def write_folder(packed: Any, folder: str | os.PathLike[str], where: str) -> Non
         raise ValueError(f"{os.fspath(folder)!r}: expected a path that ends with the folder's name")
     # A link stays a link.
     target = Path(os.path.realpath(folder))
+    if target in (place := Path(os.path.realpath(Path(folder).parent)), *place.parents):
+        raise ValueError(f"{os.fspath(folder)!r}: a link to a folder that it is in itself")
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +85,12 @@ def write_folder(packed: Any, folder: str | os.PathLike[str], where: str) -> Non
         if target.exists():
             # Whatever fails, one of the two is there.
             target.rename(old)
-        try:
-            part.rename(target)
-        except BaseException:
-            if old.exists():
-                old.rename(target)
-            raise
+        part.rename(target)
     except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
+        if old.exists() and not target.exists():
+            old.rename(target)
+        # An interrupt may come when the new folder is in its place.
+        shutil.rmtree(part if part.exists() else old, ignore_errors=True)
         raise
     if old.exists():
         shutil.rmtree(old)
