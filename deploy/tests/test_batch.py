@@ -39,10 +39,10 @@ echo {0} "$@" >> {log}
 {work}
 """
         forever = "while true; do sleep 0.05; done"
-        # Until the test has seen what it waits for.
+        # Until the test has seen what it waits for; minutes later if it failed before.
         self.may_end = tmp_path / "may-end"
         self.may_end.unlink(missing_ok=True)
-        once = f"until [ -e {self.may_end} ]; do sleep 0.05; done; exit {code}"
+        once = f"for _ in $(seq 6000); do [ -e {self.may_end} ] && break; sleep 0.05; done; exit {code}"
         drain = f'sleep 0.3; echo " INFO {says}" >&2; echo s4w done >> {log}; exit 0'
         for name, work, end in (("s4w", forever, drain), ("train", once, "exit 9")):
             usr1 = f"trap 'echo {name} usr1 >> {log}' USR1"
