@@ -114,7 +114,7 @@ def odd_kind(tensor: torch.Tensor) -> str | None:
         return "a nested tensor"
     if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else f"of layout {str(tensor.layout).removeprefix('torch.')}"
-        return f"expected a tensor with strides, not one that is {kind}"
+        return f"expected a strided tensor, not one that is {kind}"
     return valueless_kind(tensor)
 
 
