@@ -111,7 +111,7 @@ def test_what_distributed_checkpoints_cannot_hold_is_named(tmp_path: Path, name:
     from s4weights import dcp
 
     make, said = {**NEVER, **WHOLE}[name]
-    said = {"a fake tensor": "has no values", "torch.quint8": "quantized"}.get(said, said)
+    said = {"a fake tensor": "without values", "torch.quint8": "quantized"}.get(said, said)
     if name in ("zero", "functional"):
         said = "without memory"
     what = rf"UnsupportedFormatError: .model\.w.: .*{said}"

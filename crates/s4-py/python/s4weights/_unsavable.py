@@ -124,7 +124,7 @@ def valueless_kind(tensor: torch.Tensor) -> str | None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     if isinstance(tensor, FakeTensor):
-        return "the tensor has no values, as on device `meta`"
+        return "a tensor without values, such as one on `meta`"
     if _is_plain(tensor) and not tensor.is_meta:
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         # After the function that `torch.func.grad` was given has ended, what is left of its wrapper has values.
