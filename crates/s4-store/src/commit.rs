@@ -152,16 +152,23 @@ impl Inner {
     /// that has not read it yet would otherwise write another one in its place, without knowing the later ones.
     pub(crate) async fn check_ends_here(&self, known: &Known) -> Result<()> {
         let next = known.state.head() + 1;
-        match self.read_slot(next + 1).await.map_err(|e| self.unreadable(next + 1, e))? {
-            Seen::Empty => Ok(()),
-            // Others may have created both in the meantime.
-            Seen::Entry(..) => match self.read_slot(next).await {
-                Ok(Seen::Empty) => {
-                    Err(self.damaged(LogDamage::Missing { first: next, last: next }))
-                }
-                _ => Ok(()),
-            },
+        let later = self.read_slot(next + 1).await.map_err(|e| self.unreadable(next + 1, e))?;
+        let Seen::Entry(later, _) = later else { return Ok(()) };
+        // Others may have created both in the meantime, and a network file system may show the first one later.
+        let retry = self.io.retry();
+        let end = Instant::now() + retry.deadline.min(PATIENCE.0);
+        for attempt in 0.. {
+            self.sync_log()?;
+            if !matches!(self.read_slot(next).await, Ok(Seen::Empty)) {
+                break;
+            }
+            let pause = retry.pause(attempt, later.write_id.spread());
+            if Instant::now() + pause >= end {
+                return Err(self.damaged(LogDamage::Missing { first: next, last: next }));
+            }
+            tokio::time::sleep(pause).await;
         }
+        Ok(())
     }
 
     /// Checks that the store is still there, by reading its newest known entry. If that is a

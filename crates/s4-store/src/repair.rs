@@ -74,6 +74,9 @@ struct Plan {
     entries: BTreeMap<u64, Bytes>,
     /// The number with which the log ended; further entries are added.
     last: u64,
+    /// Entry `last` is not there, and a view ends with it. Then the view counts only as long as no good entry after it
+    /// names another hash, so a fence, which is written last, comes before the entries that are added.
+    is_open: bool,
     state: State,
     report: RepairReport,
 }
@@ -125,6 +128,7 @@ impl Inner {
         let good: Vec<_> = survey.slots.good().filter(counts).collect();
         let there: BTreeMap<u64, &Op> = good.iter().map(|e| (e.n, &e.op)).collect();
         let lost: BTreeSet<u64> = (1..=last).filter(|n| !there.contains_key(n)).collect();
+        plan.is_open = lost.contains(&last) && survey.anchor.head() == last;
         known.retain(|n, _| lost.contains(n));
         adopt(&mut known, &lost, &good, |id| survey.anchor.dead(id).is_some());
         let op_at = |n| match there.get(&n) {
@@ -164,6 +168,7 @@ impl Inner {
         let hollow = self.hollow(&plan.state, &survey.stored).await?;
         plan.retire_hollow(self, &hollow, ours, now)?;
         plan.pins(self, survey, ours, now)?;
+        plan.end(self, survey, &good, ours, now)?;
         for n in &removed {
             let good = survey.slots.read.get(n);
             let why = "it lies far beyond the end of the log".to_owned();
@@ -205,8 +210,8 @@ impl Inner {
         self.reached("repair.aside").await;
         // What comes after the end of the log is written first: some of it only the view knows, and once the entry
         // that the view ends with has another hash, a later repair cannot use the view.
-        let added = plan.entries.range(plan.last + 1..);
-        for (n, bytes) in added.chain(plan.entries.range(..=plan.last)) {
+        let added = plan.last + 1 + u64::from(plan.is_open);
+        for (n, bytes) in plan.entries.range(added..).chain(plan.entries.range(..added)) {
             self.io.put(&self.layout.entry(*n), bytes.clone()).await?;
             self.reached("repair.entry").await;
         }
@@ -291,6 +296,13 @@ impl Plan {
 
     /// Adds an entry at the end.
     fn append(&mut self, inner: &Inner, op: Op, ours: WriteId, now: i64) -> Result<()> {
+        if self.is_open && self.state.head == self.last {
+            self.add(inner, Op::Fence { against: ours }, ours, now)?;
+        }
+        self.add(inner, op, ours, now)
+    }
+
+    fn add(&mut self, inner: &Inner, op: Op, ours: WriteId, now: i64) -> Result<()> {
         let (n, prev) = (self.state.head + 1, self.state.head_hash);
         let entry = Entry { v: op.version(), n, prev, write_id: ours, at_ms: now, op };
         self.state.follow(&entry);
@@ -340,6 +352,36 @@ impl Plan {
         for (id, pinned) in ops {
             let op = if pinned { Op::Pin { id } } else { Op::Unpin { id } };
             self.append(inner, op, ours, now)?;
+        }
+        Ok(())
+    }
+
+    /// Gives up checkpoints that have ended, but that the log does not know any more, since the entry which listed
+    /// them is lost: otherwise the process that saved one, and finds no trace of it, would list it again.
+    fn end(
+        &mut self,
+        inner: &Inner,
+        survey: &Salvage,
+        good: &[&Entry],
+        ours: WriteId,
+        now: i64,
+    ) -> Result<()> {
+        let mut ended: BTreeSet<_> = survey.anchor.dead.keys().copied().collect();
+        for entry in good.iter().filter(|e| e.n > survey.anchor.head()) {
+            match &entry.op {
+                Op::Publish(about) => {
+                    ended.remove(&about.id);
+                    ended.extend(about.replaces.map(|old| old.id));
+                }
+                Op::Unretire { about, .. } => drop(ended.remove(&about.id)),
+                Op::Retire { ids, .. } => ended.extend(ids),
+                _ => {}
+            }
+        }
+        ended.retain(|id| self.state.get(*id).is_none() && self.state.dead(*id).is_none());
+        let ended: Vec<_> = ended.into_iter().collect();
+        for some in ended.chunks(MOST_IDS) {
+            self.append(inner, Op::Abort { ids: some.to_vec() }, ours, now)?;
         }
         Ok(())
     }

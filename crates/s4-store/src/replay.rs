@@ -254,6 +254,8 @@ impl Inner {
         match entries.try_collect().await {
             // The damage is before the entry that the view ends with, so the state does not show it.
             Err(Error::Corrupt { .. } | Error::Missing { .. }) if self.read_only => {
+                // Unless the whole store is gone.
+                self.same_repo().await?;
                 Ok(self.read_slots(from).await?.good().cloned().collect())
             }
             other => other,

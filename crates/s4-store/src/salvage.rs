@@ -22,6 +22,9 @@ use crate::reconstruct::{MOST_IDS, adopt, has_heir, heirs, proven_retires};
 use crate::state::State;
 use crate::store::Inner;
 
+/// The most unreadable entries in a row that are added to those which a listing shows.
+const MOST_BAD: u32 = 4;
+
 /// What was found at one number of the log.
 #[derive(Debug, Clone)]
 pub(crate) enum Slot {
@@ -130,13 +133,19 @@ impl Inner {
         let listed = self.io.list(&self.layout.log(), None).await?;
         let mut taken: BTreeSet<u64> =
             listed.iter().filter_map(|m| self.layout.parse_entry(&m.location)).collect();
-        // A listing may be stale, and shows no link that leads nowhere.
-        loop {
+        // A listing may be stale, and shows no link that leads nowhere. Something may answer every request with a page
+        // of its own, so the search ends after some unreadable entries.
+        let mut bad = 0;
+        while bad < MOST_BAD {
             let next = taken.last().copied().unwrap_or(0).max(from).saturating_add(1);
             match self.read_slot(next).await {
-                Ok(Seen::Entry(..)) | Err(Error::Corrupt { .. }) if taken.insert(next) => {}
-                Ok(_) | Err(Error::Corrupt { .. }) => break,
+                Ok(Seen::Empty) => break,
+                Ok(Seen::Entry(..)) => bad = 0,
+                Err(Error::Corrupt { .. }) => bad += 1,
                 Err(e) => return Err(e),
+            }
+            if !taken.insert(next) {
+                break;
             }
         }
         let wanted: Vec<u64> = taken.range(from..).copied().collect();

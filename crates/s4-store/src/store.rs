@@ -368,10 +368,10 @@ impl Store {
     /// while another process writes.
     pub async fn allow_many_writers(&self) -> Result<ProbeReport> {
         let inner = &self.inner;
-        let Some(lease) = &inner.lease else { return Ok(inner.repo.probe.clone()) };
+        let Some(_) = &inner.lease else { return Ok(inner.repo.probe.clone()) };
         inner.ensure_writer().await?;
         let done = inner.allow_many().await;
-        let released = lease.release().await;
+        let released = self.release().await;
         let found = done?;
         released.map(|()| found)
     }
@@ -501,11 +501,12 @@ impl Inner {
             probed_at: self.server.clone(),
             ..self.repo.clone()
         };
-        let key = self.layout.repo();
+        // A write that may still land would overwrite what others create. This also checks `repo.json`.
+        self.append(|_| Ok(None)).await?;
         if let Some(lease) = &self.lease {
             lease.confirm().await?;
         }
-        self.check_repo().await?;
+        let key = self.layout.repo();
         self.io.put(&key, repo.to_bytes(key.as_ref())?.into()).await?;
         match read_repo(&self.io, &self.layout).await? {
             there if there == repo => Ok(found),

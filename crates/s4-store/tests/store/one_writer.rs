@@ -44,6 +44,8 @@ fn options(seed: u64, who: u64) -> StoreOptions {
 
 async fn save(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
     let content: Vec<u8> = (0..20).map(|_| random.bits() as u8).collect();
+    // A handle that was opened before another process opened the store to many writers must not write to it.
+    let is_outdated = store.repo().mode == Mode::Single && model.lock().unwrap().switched > 0;
     let newest = store.latest().await?.filter(|_| random.one_in(2));
     let base = newest.map(|c| (c.reference(), model.lock().unwrap().contents[&c.id()].clone()));
     let parent = base.as_ref().map(|(reference, base)| (*reference, &base[..]));
@@ -51,6 +53,7 @@ async fn save(store: &Store, model: &Shared, random: &mut Random) -> Result<(), 
     let id = staged.id();
     model.lock().unwrap().contents.insert(id, content);
     staged.publish().await?;
+    assert!(!is_outdated, "{id} was saved by a handle for one writer");
     model.lock().unwrap().listed.insert(id);
     Ok(())
 }

@@ -186,20 +186,21 @@ async fn a_rebase_survives_the_loss_of_what_it_replaced() {
 /// A repair that dies at any request leaves the store no worse than before, and can be run again.
 #[tokio::test(start_paused = true)]
 async fn a_repair_stops_at_every_request() {
-    for view in [false, true] {
+    // Whether there is a view, and the entries that are damaged, counted from the end of the log. The last but one is
+    // a pin: the view alone knows of it then, and a repair adds it at the end. With the last one, nothing but the
+    // entries after it could show that the view belongs to this log.
+    let cases: [(bool, &[u64]); 5] =
+        [(false, &[3]), (true, &[9]), (true, &[1]), (true, &[0]), (true, &[9, 1, 0])];
+    for (view, harmed) in cases {
         for fault in [Fault::Crash, Fault::CrashAfter] {
             for nth in 0.. {
                 let (faults, place, head) = eventful().await;
                 if !view {
                     faults.delete(&Path::from("runs/one/logck")).await.unwrap();
                 }
-                let n = match (view, fault) {
-                    (true, Fault::Crash) => 3,
-                    // A pin: the view alone knows of it then, and a repair adds it at the end.
-                    (true, _) => head - 1,
-                    (false, _) => head - 3,
-                };
-                harm(&faults, n, Way::Flipped, &faults).await;
+                for n in harmed {
+                    harm(&faults, head - n, Way::Flipped, &faults).await;
+                }
                 let planned = Store::repair(&place, quick_options(), false).await.unwrap();
                 let outcome = |all: &[Checkpoint]| -> Vec<_> {
                     all.iter().map(|c| (c.id(), c.pinned)).collect()
@@ -209,7 +210,7 @@ async fn a_repair_stops_at_every_request() {
                 let stopped = Store::repair(&place, quick_options(), true).await;
                 let fired = faults.fired() > 0 || nth < faults.ops();
                 faults.heal();
-                let what = format!("view {view}, request {nth}, {fault:?}");
+                let what = format!("view {view}, {harmed:?}, request {nth}, {fault:?}");
                 // If the store can be opened for writing, everything is there.
                 if let Ok(store) = Store::open(&place, quick_options()).await {
                     assert_eq!(outcome(&store.list().await.unwrap()), wanted, "{what}");
@@ -331,6 +332,46 @@ async fn a_hole_in_the_log_is_not_written_to() {
     let refused = toy::save(&stale, 7, None, &[7; 20]).await.unwrap_err();
     assert!(refused.is_log_damage(), "{refused}");
     assert!(faults.get(&key(5)).await.is_err());
+}
+
+/// A network file system may show an entry of another machine later than the one after it.
+#[tokio::test(start_paused = true)]
+async fn an_entry_that_is_seen_late_is_no_hole_in_the_log() {
+    let (faults, place, _) = grown(4).await;
+    let stale = Store::open(&place, quick_options()).await.unwrap();
+    let other = Store::open(&place, quick_options()).await.unwrap();
+    for step in [5, 6] {
+        toy::save(&other, step, None, &[step as u8; 20]).await.unwrap();
+    }
+    let late = faults.get(&key(5)).await.unwrap().bytes().await.unwrap();
+    faults.delete(&key(5)).await.unwrap();
+    let server = faults.clone();
+    let shown = tokio::spawn(async move {
+        tokio::time::sleep(std::time::Duration::from_secs(1)).await;
+        server.put(&key(5), late.into()).await.unwrap();
+    });
+    toy::save(&stale, 7, None, &[7; 20]).await.unwrap();
+    shown.await.unwrap();
+    assert_eq!(steps(&stale).await, [1, 2, 3, 4, 5, 6, 7]);
+}
+
+/// The entry that listed a retired checkpoint is lost: the process that saved it does not list it again.
+#[tokio::test(start_paused = true)]
+async fn a_retired_checkpoint_whose_entry_is_lost_is_not_listed_again() {
+    for view in [false, true] {
+        let (faults, place, _) = grown(4).await;
+        let saver = Store::open(&place, quick_options()).await.unwrap();
+        let saved = toy::save(&saver, 5, None, &[5; 20]).await.unwrap();
+        let other = Store::open(&place, quick_options()).await.unwrap();
+        other.retire(&[saved.id()], "").await.unwrap();
+        if view {
+            other.sweep(&SweepOptions::default()).await.unwrap();
+        }
+        harm(&faults, 5, Way::Flipped, &faults).await;
+        Store::repair(&place, quick_options(), true).await.unwrap();
+        toy::save(&saver, 6, None, &[6; 20]).await.unwrap();
+        assert_eq!(steps(&saver).await, [1, 2, 3, 4, 6], "view {view}");
+    }
 }
 
 /// Without the view a repair would lose what only the view knows, so it does not begin.

@@ -526,13 +526,25 @@ async fn judge(world: &World, settled: bool) {
     let taken = taken_untold(world, &store).await;
     let back = back_untold(world, &store).await;
     world.model.lock().unwrap().maybe_back.extend(back);
+    let log = store.log(1).await.unwrap();
+    let history = |id: CheckpointId| -> Vec<_> {
+        log.iter().filter(|entry| format!("{entry:?}").contains(&id.to_string())).collect()
+    };
     let wanted = {
         let model = world.model.lock().unwrap();
         for id in model.gone.difference(&model.maybe_back) {
-            assert!(state.get(*id).is_none(), "{id} was retired and is listed");
+            assert!(
+                state.get(*id).is_none(),
+                "{id} was retired and is listed: {:#?}",
+                history(*id)
+            );
         }
         for id in &model.never {
-            assert!(state.get(*id).is_none(), "{id} was given up and is listed");
+            assert!(
+                state.get(*id).is_none(),
+                "{id} was given up and is listed: {:#?}",
+                history(*id)
+            );
         }
         for id in &model.pinned {
             let family = model.family(*id);
@@ -543,12 +555,7 @@ async fn judge(world: &World, settled: bool) {
         model.listed.difference(&model.maybe_gone).copied().collect::<Vec<_>>()
     };
     for id in wanted.into_iter().filter(|id| !taken.contains(id)) {
-        if state.get(id).is_none() {
-            let log = store.log(1).await.unwrap();
-            let of = |entry: &&Entry| format!("{entry:?}").contains(&id.to_string());
-            let history: Vec<_> = log.iter().filter(of).collect();
-            panic!("{id} was acknowledged and is lost: {history:#?}");
-        }
+        assert!(state.get(id).is_some(), "{id} was acknowledged and is lost: {:#?}", history(id));
     }
     for checkpoint in state.list() {
         let chain = toy::chain(&state, checkpoint).unwrap();
@@ -601,13 +608,22 @@ async fn simulate(seed: u64, disk: Disk) -> (usize, usize, usize) {
     let rate = 10 + random.below(60);
     let mut faulty_ones = Random::new(seed ^ 0xfa17);
     let mut full = full_at_times(seed);
+    let mut full_now = 0;
     faults.set_plan(move |op| {
-        if disk == Disk::OftenFull && full(op) && matches!(op.kind, OpKind::Put | OpKind::Create) {
+        let writes = matches!(op.kind, OpKind::Put | OpKind::Create);
+        let is_full = disk == Disk::OftenFull && full(op);
+        if writes && (is_full || full_now > 0) {
+            full_now = u64::saturating_sub(full_now, 1);
             return Some(Fault::Full);
         }
         let fault = Fault::ALL[faulty_ones.below(8) as usize];
         // Reads that are damaged again and again would only test the test.
         let rate = if op.kind == OpKind::Get { rate * 3 } else { rate };
+        if disk == Disk::OftenFull && op.kind == OpKind::Create && faulty_ones.one_in(8) {
+            // The next try finds the disk full, while this one may still have its effect.
+            full_now = 1 + faulty_ones.below(4);
+            return Some(if faulty_ones.one_in(2) { Fault::Late } else { fault });
+        }
         faulty_ones.one_in(rate).then_some(fault)
     });
     faults.set_delays(seed ^ 0xde1a);

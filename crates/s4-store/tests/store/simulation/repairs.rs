@@ -171,10 +171,13 @@ impl Harmed {
                 gone.insert(about.id);
             }
         }
-        // What a checkpoint needs stays listed with it.
+        // What a checkpoint needs stays listed with it. A replacement is needed by the deltas of what it replaced, and
+        // is pinned as that one was.
+        back = back.into_iter().flat_map(|id| model.family(id)).collect();
         for entry in self.truth.values().rev() {
             let about = listing(&entry.op).filter(|about| back.contains(&about.id));
-            back.extend(about.and_then(|about| about.parent).map(|parent| parent.id));
+            let parent = about.and_then(|about| about.parent);
+            back.extend(parent.into_iter().flat_map(|parent| model.family(parent.id)));
         }
         // What nobody could report is known from entries that a repair may change.
         for entry in self.truth.values() {
