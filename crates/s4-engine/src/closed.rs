@@ -164,7 +164,8 @@ mod tests {
     #[test]
     fn closed_streams_are_refused_by_name_and_with_a_way_out() {
         let text = why(&[ANS], false, ANS.codec);
-        for part in ["nvcomp-ans", "nvCOMP 6", "trusted=True", "with `--trusted`", "s4w transcode"]
+        for part in
+            ["nvcomp-ans", "nvCOMP 6", "trusted=True", "`s4w`: `--trusted`", "s4w transcode"]
         {
             assert!(text.contains(part), "{text}");
         }
