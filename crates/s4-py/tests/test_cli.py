@@ -512,7 +512,7 @@ def test_what_is_logged_is_what_was_asked_for(tmp_path: Path, monkeypatch: Any) 
     monkeypatch.setenv("S4_LOG", "loud")
     for verb in verbs:
         out = run(*verb)
-        assert out.returncode == 2 and out.stderr.startswith("s4w: S4_LOG: `off`, `error`"), out
+        assert out.returncode == 2 and out.stderr.startswith("s4w: S4_LOG: expected `off`, `error`"), out
 
 
 #: Runs the command line, and sends this process a signal when PyTorch has half written a file or begins to read one.
