@@ -261,7 +261,7 @@ def _run(line: _Line, is_level: bool) -> int | None:
             if convert is None:
                 return None
             if not is_level:
-                raise _UsageError(f"{VARIABLE}: `off`, `error`, `warn`, `info`, `debug` or `trace`")
+                raise _UsageError(f"{VARIABLE}: expected `off`, `error`, `warn`, `info`, `debug` or `trace`")
             if "-" in line.names:
                 raise _UsageError(_NO_STREAM)
             say(convert(line))
