@@ -116,7 +116,9 @@ impl Harmed {
             bad.insert(n);
             harm(faults, n, way, faults).await;
         }
-        world.model.lock().unwrap().harmed = true;
+        let mut model = world.model.lock().unwrap();
+        (model.harmed, model.broken) = (true, true);
+        drop(model);
         Self { truth: log.into_iter().map(|e| (e.n, e)).collect(), bad, covered }
     }
 
@@ -323,6 +325,7 @@ async fn simulate(seed: u64) -> (usize, usize, usize) {
         let planned = Store::repair(&world.place, options, false).await.unwrap();
         harmed.is_told(&listed, &planned);
         failed += mend(&world, &faults, &mut random, round).await;
+        model.lock().unwrap().broken = false;
     }
     trouble(&faults, seed << 8 | 128, rate);
     work(&world, processes, 4).await;
