@@ -145,6 +145,12 @@ impl Publish {
         self.parts.problem().or_else(|| (!sum).then(differ))
     }
 
+    /// Whether it says nothing but the checkpoint's id and hash: a repair writes such an entry for a checkpoint
+    /// that has ended, if the entry that described it is lost. Its length is recorded as 0, which no manifest has.
+    pub(crate) fn is_bare(&self) -> bool {
+        self.manifest_len == 0
+    }
+
     /// Its position in time, if entry `n` lists it.
     pub(crate) fn position(&self, n: u64) -> u64 {
         self.order.map_or(n, |order| order.min(n))

@@ -406,7 +406,8 @@ pub enum Conflict {
     NotRetired {
         /// The checkpoint.
         id: CheckpointId,
-        /// Its state: `listed`, `replaced`, `given up` (a sweep deletes it) or `unknown`.
+        /// Its state: `listed`, `replaced`, `given up` (a sweep deletes it), `unknown`, or a text if the
+        /// entry that described it was lost.
         state: &'static str,
     },
     /// The chain would be too deep.

@@ -38,7 +38,7 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
         // All members of a family hold the same values, so the newest one describes them all.
         let Some(newest) = state.get(state.stands_for(*id)) else {
             // The newest one has ended, too. But without this entry, the replaced one would be listed again.
-            ops.insert(dead.entry, ended(by, Reference { id: *id, manifest_blake3: had }));
+            ops.insert(dead.entry, bare(by, Some(Reference { id: *id, manifest_blake3: had })));
             continue;
         };
         if !replacements.contains(id) {
@@ -59,57 +59,48 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     ops
 }
 
-/// What replaced each checkpoint, as far as entries say. A replacement is created only while the old
-/// checkpoint is listed, so it proves that an earlier entry listed that one, and with which hash.
-pub(crate) fn heirs<'a>(good: &[&'a Entry]) -> BTreeMap<CheckpointId, &'a Publish> {
-    let heir = |entry: &&'a Entry| match &entry.op {
-        Op::Publish(about) => Some((about.replaces?.id, about)),
+/// The checkpoints that entries replace. A replacement is created only while the old checkpoint is
+/// listed, so it proves that an earlier entry listed that one, and with which hash.
+pub(crate) fn replaced(good: &[&Entry]) -> BTreeSet<CheckpointId> {
+    let old = |entry: &&Entry| match &entry.op {
+        Op::Publish(about) => about.replaces.map(|old| old.id),
         _ => None,
     };
-    good.iter().filter_map(heir).collect()
+    good.iter().filter_map(old).collect()
 }
 
 /// Whether a later entry replaces what this one lists.
-pub(crate) fn has_heir(heirs: &BTreeMap<CheckpointId, &Publish>, entry: &Entry) -> bool {
+pub(crate) fn has_heir(replaced: &BTreeSet<CheckpointId>, entry: &Entry) -> bool {
     match &entry.op {
-        Op::Publish(about) => heirs.contains_key(&about.id),
-        Op::Unretire { about, .. } => heirs.contains_key(&about.id),
+        Op::Publish(about) => replaced.contains(&about.id),
+        Op::Unretire { about, .. } => replaced.contains(&about.id),
         _ => false,
     }
 }
 
-/// Adds a stand-in for each checkpoint that has ended (which `is_over` says, or an heir proves) but that
-/// an entry names as its parent or as replaced, and that no entry publishes. It gets an earlier one of
-/// the `lost` numbers: nothing more is known about it, or matters.
+/// Adds a [bare](Publish::is_bare) stand-in for each checkpoint that has ended (which `is_over` says, or a
+/// replacement proves) but that an entry names as its parent or as replaced, and that no entry publishes. It
+/// gets an earlier one of the `lost` numbers.
 pub(crate) fn adopt(
     ops: &mut BTreeMap<u64, Op>,
     lost: &BTreeSet<u64>,
     good: &[&Entry],
     is_over: impl Fn(CheckpointId) -> bool,
 ) {
-    let heirs = heirs(good);
+    let replaced = replaced(good);
     let op_of = |entry: &&Entry| entry.op.published();
     let mut there: BTreeSet<_> = good.iter().filter_map(op_of).collect();
     there.extend(lost.iter().filter_map(|n| ops.get(n)?.published()));
     for entry in good {
         let Op::Publish(about) = &entry.op else { continue };
         for named in about.parent.iter().chain(&about.replaces) {
-            let heir = heirs.get(&named.id);
-            if heir.is_none() && !is_over(named.id) || !there.insert(named.id) {
+            let ended = replaced.contains(&named.id) || is_over(named.id);
+            if !ended || !there.insert(named.id) {
                 continue;
             }
             let free = lost.range(..entry.n).rev().find(|n| !ops.contains_key(*n));
             if let Some(free) = free {
-                let stand_in = Publish {
-                    id: named.id,
-                    manifest_blake3: named.manifest_blake3,
-                    parent: None,
-                    since_base: 0,
-                    replaces: None,
-                    order: None,
-                    ..(*heir.unwrap_or(&about)).clone()
-                };
-                ops.insert(*free, Op::Publish(stand_in));
+                ops.insert(*free, bare(*named, None));
             }
         }
     }
@@ -186,16 +177,16 @@ fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
     Op::Unretire { about: Box::new(about), order, published_ms }
 }
 
-/// Publishes a checkpoint that replaced another one and has ended: nothing else is known about it.
-fn ended(id: Reference, old: Reference) -> Op {
+/// Publishes a checkpoint that has ended, and of which nothing else is known: [`Publish::is_bare`].
+fn bare(checkpoint: Reference, replaces: Option<Reference>) -> Op {
     Op::Publish(Publish {
-        id: id.id,
+        id: checkpoint.id,
         step: 0,
         parent: None,
         since_base: 0,
-        replaces: Some(old),
+        replaces,
         order: None,
-        manifest_blake3: id.manifest_blake3,
+        manifest_blake3: checkpoint.manifest_blake3,
         manifest_len: 0,
         objects: 0,
         parts: Parts::default(),

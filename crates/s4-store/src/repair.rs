@@ -21,7 +21,7 @@ use crate::id::{CheckpointId, WriteId};
 use crate::manifest::MAX_OBJECT;
 use crate::options::StoreOptions;
 use crate::place::Place;
-use crate::reconstruct::{MOST_IDS, adopt, has_heir, heirs, proven_retires, reconstruct};
+use crate::reconstruct::{MOST_IDS, adopt, has_heir, proven_retires, reconstruct, replaced};
 use crate::salvage::{Salvage, Slot};
 use crate::seal;
 use crate::state::{Checkpoint, State};
@@ -144,7 +144,7 @@ impl Inner {
         }
         let ours = WriteId::new(self.options.ids.next());
         let now = Utc::now().timestamp_millis();
-        let heirs = heirs(&good);
+        let replaced = replaced(&good);
         for n in 1..=last {
             let slot = survey.slots.read.get(&n);
             let was = match slot {
@@ -161,7 +161,7 @@ impl Inner {
             };
             // Of a checkpoint that the view says has ended, only that it was listed matters.
             let is_over = |id| survey.anchor.dead(id).is_some();
-            let has_heir = has_heir(&heirs, &entry)
+            let has_heir = has_heir(&replaced, &entry)
                 || (was.is_none() && entry.op.published().is_some_and(is_over));
             plan.write(self, entry, was.map(|(entry, _)| &**entry), has_heir)?;
         }

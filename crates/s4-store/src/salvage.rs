@@ -18,7 +18,7 @@ use crate::error::{Error, LogDamage, Result};
 use crate::id::{CheckpointId, WriteId};
 use crate::layout::Part;
 use crate::log::Seen;
-use crate::reconstruct::{MOST_IDS, adopt, has_heir, heirs, proven_retires};
+use crate::reconstruct::{MOST_IDS, adopt, has_heir, proven_retires, replaced};
 use crate::state::State;
 use crate::store::Inner;
 
@@ -221,7 +221,7 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
     let mut damage = slots.gaps(slots.taken.last().copied().unwrap_or(0).max(anchor.head()));
     let counts = |n: u64| n > anchor.head() && !void.contains(&n);
     let good: Vec<&Entry> = slots.good().filter(|e| counts(e.n)).collect();
-    let heirs = heirs(&good);
+    let replaced = replaced(&good);
     let mut proven = proven_publishes(anchor, &good);
     let mut ops: BTreeMap<u64, &Op> = good.iter().map(|e| (e.n, &e.op)).collect();
     ops.extend(proven.iter().map(|(n, op)| (*n, op)));
@@ -260,7 +260,7 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
                     }
                     if !void.contains(n) {
                         // An entry that breaks a rule has no effect, as always.
-                        state.salvage(entry, has_heir(&heirs, entry));
+                        state.salvage(entry, has_heir(&replaced, entry));
                     }
                 }
             }
@@ -275,7 +275,7 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
 fn proven_publishes(anchor: &State, good: &[&Entry]) -> BTreeMap<u64, Op> {
     let mut proven = BTreeMap::new();
     let unknown = |id: &CheckpointId| anchor.get(*id).is_none() && anchor.dead(*id).is_none();
-    let wanted = heirs(good).into_keys().filter(unknown).count().min(MOST_IDS);
+    let wanted = replaced(good).into_iter().filter(unknown).count().min(MOST_IDS);
     if wanted > 0 {
         let (mut lost, mut next) = (BTreeSet::new(), anchor.head() + 1);
         for entry in good {

@@ -16,6 +16,9 @@ use crate::layout::Part;
 use crate::state::{Checkpoint, End, State};
 use crate::store::{Inner, Store};
 
+/// A state of [`Conflict::NotRetired`]: nothing says which checkpoint it is a delta of.
+const NOT_DESCRIBED: &str = "retired, and the log entry that described it was lost before a repair";
+
 /// How a checkpoint was listed before it was retired.
 struct Before {
     about: Publish,
@@ -29,8 +32,8 @@ impl Store {
     /// Reads the whole log.
     ///
     /// # Errors
-    /// [`Error::Conflict`] with [`Conflict::NotRetired`] if one is not retired, or a sweep has given it
-    /// up; [`Error::Missing`] or [`Error::Corrupt`] if its data is not there as it was stored. Those
+    /// [`Error::Conflict`] with [`Conflict::NotRetired`] if one is not retired, a sweep has given it up, or the
+    /// entry that described it was lost before a repair; [`Error::Missing`] or [`Error::Corrupt`] if its data is not there as it was stored. Those
     /// that were listed before the error stay listed.
     pub async fn unretire(&self, ids: &[CheckpointId]) -> Result<Vec<Checkpoint>> {
         let inner = &self.inner;
@@ -70,6 +73,9 @@ fn history(entries: &[Entry]) -> (State, BTreeMap<CheckpointId, Before>) {
             Op::Unretire { about, published_ms, .. } => (&**about, *published_ms),
             _ => continue,
         };
+        if about.is_bare() {
+            continue;
+        }
         if let Some(order) = state.get(about.id).map(|c| c.order) {
             all.insert(about.id, Before { about: about.clone(), order, at_ms });
         }
@@ -90,13 +96,14 @@ fn wanted(
         let mut next = Some(*id);
         while let Some(id) = next.filter(|id| !order.contains(id) && chain.len() < MAX_CHAIN) {
             match state.dead(id).map(|d| d.how) {
-                Some(End::Retired) => chain.push(id),
+                Some(End::Retired) if before.contains_key(&id) => chain.push(id),
                 // The rest of the chain is still listed.
                 None if !chain.is_empty() && state.get(id).is_some() => break,
                 how => {
                     let listed = if state.get(id).is_some() { "listed" } else { "unknown" };
                     let state = match how {
                         Some(End::Aborted) => "given up",
+                        Some(End::Retired) => NOT_DESCRIBED,
                         how => how.map_or(listed, End::word),
                     };
                     return Err(Conflict::NotRetired { id, state }.into());

@@ -8,7 +8,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use s4_store::testing::{Fault, FaultStore, quick_options, toy};
 use s4_store::{
-    CheckOptions, Checkpoint, CheckpointId, Error, LogDamage, Place, Store, SweepOptions,
+    CheckOptions, Checkpoint, CheckpointId, Conflict, Error, LogDamage, Place, Store, SweepOptions,
 };
 
 use crate::damage::{WAYS, Way, grown, harm, key, left, steps};
@@ -372,6 +372,38 @@ async fn a_retired_checkpoint_whose_entry_is_lost_is_not_listed_again() {
         toy::save(&saver, 6, None, &[6; 20]).await.unwrap();
         assert_eq!(steps(&saver).await, [1, 2, 3, 4, 6], "view {view}");
     }
+}
+
+/// A view does not say which checkpoint a retired one was a delta of. If its entry is lost, too, it cannot be
+/// listed again, and neither can its deltas.
+#[tokio::test(start_paused = true)]
+async fn a_retired_delta_whose_entry_is_lost_is_not_listed_as_a_base() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let mut saved = vec![toy::save(&store, 1, None, &[1; 20]).await.unwrap()];
+    for step in 2..=4_u8 {
+        let parent = saved.last().map(|c| (c.reference(), [step - 1; 20]));
+        let parent = parent.as_ref().map(|(reference, before)| (*reference, &before[..]));
+        saved.push(toy::save(&store, step.into(), parent, &[step; 20]).await.unwrap());
+    }
+    let [_, two, three, four] = [0, 1, 2, 3].map(|n| saved[n].id());
+    store.retire(&[two, three, four], "").await.unwrap();
+    store.sweep(&SweepOptions::default()).await.unwrap();
+    // The entry of the last one names the one whose entry is lost.
+    harm(&faults, 3, Way::Flipped, &faults).await;
+    Store::repair(&place, quick_options(), true).await.unwrap();
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    for id in [three, four] {
+        let refused = store.unretire(&[id]).await.unwrap_err();
+        let Error::Conflict(Conflict::NotRetired { id, state }) = refused else {
+            panic!("{refused}")
+        };
+        assert_eq!(id, three);
+        assert!(state.contains("lost"), "{state}");
+        assert_eq!(steps(&store).await, [1]);
+    }
+    store.unretire(&[two]).await.unwrap();
+    assert_eq!(steps(&store).await, [1, 2]);
 }
 
 /// Without the view a repair would lose what only the view knows, so it does not begin.
