@@ -186,6 +186,15 @@ impl Op {
         }
     }
 
+    /// The description of the checkpoint that this would list.
+    pub(crate) fn listed(&self) -> Option<&Publish> {
+        match self {
+            Self::Publish(about) => Some(about),
+            Self::Unretire { about, .. } => Some(about),
+            _ => None,
+        }
+    }
+
     /// The checkpoint that this would publish.
     pub(crate) fn published(&self) -> Option<CheckpointId> {
         match self {
@@ -196,6 +205,12 @@ impl Op {
 }
 
 impl Entry {
+    /// An entry whose object was lost, as far as it is known.
+    pub(crate) fn of_lost(n: u64, op: Op, at_ms: i64) -> Self {
+        let write_id = WriteId::new(uuid::Uuid::nil());
+        Self { v: op.version(), n, prev: Digest::of(&[]), write_id, at_ms, op }
+    }
+
     /// The bytes of the object.
     pub(crate) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
         let bytes = seal::seal(key, self)?;

@@ -71,11 +71,7 @@ pub(crate) fn replaced(good: &[&Entry]) -> BTreeSet<CheckpointId> {
 
 /// Whether a later entry replaces what this one lists.
 pub(crate) fn has_heir(replaced: &BTreeSet<CheckpointId>, entry: &Entry) -> bool {
-    match &entry.op {
-        Op::Publish(about) => replaced.contains(&about.id),
-        Op::Unretire { about, .. } => replaced.contains(&about.id),
-        _ => false,
-    }
+    entry.op.listed().is_some_and(|about| replaced.contains(&about.id))
 }
 
 /// Adds a [bare](Publish::is_bare) stand-in for each checkpoint that has ended (which `is_over` says, or a
@@ -157,6 +153,63 @@ pub(crate) fn proven_retires<'a>(
         }
     }
     proven
+}
+
+/// The known operations of a log, by number, each with its writer's clock.
+pub(crate) type KnownOps<'a> = BTreeMap<u64, (&'a Op, i64)>;
+
+/// Operations `unretire` that lost entries must have held, by the number that takes them: a checkpoint becomes a
+/// parent, is replaced or is pinned only while it is listed. `ops` are the known operations after `state`, `lost` the
+/// numbers that may be used.
+pub(crate) fn proven_unretires(
+    state: &State,
+    ops: &KnownOps<'_>,
+    lost: &BTreeSet<u64>,
+    replaced: &BTreeSet<CheckpointId>,
+) -> BTreeMap<u64, Op> {
+    let mut proven = BTreeMap::new();
+    // One may need another one before it, since what a checkpoint is a delta of is listed, too.
+    while let Some((n, op)) = next_unretire(state, ops, lost, replaced, &proven) {
+        proven.insert(n, op);
+    }
+    proven
+}
+
+fn next_unretire(
+    state: &State,
+    ops: &KnownOps<'_>,
+    lost: &BTreeSet<u64>,
+    replaced: &BTreeSet<CheckpointId>,
+    proven: &BTreeMap<u64, Op>,
+) -> Option<(u64, Op)> {
+    let mut state = state.clone();
+    let mut all = ops.clone();
+    all.extend(proven.iter().map(|(n, op)| (*n, (op, 0))));
+    // How each checkpoint was listed last.
+    let mut before = state.live.clone();
+    for (n, (op, at_ms)) in &all {
+        let (named, is_replaced) = match op {
+            Op::Publish(Publish { replaces: Some(old), .. }) => (Some(old.id), true),
+            Op::Publish(about) => (about.parent.map(|p| state.stands_for(p.id)), false),
+            Op::Unretire { about, .. } => (about.parent.map(|p| state.stands_for(p.id)), false),
+            Op::Pin { id } => (Some(*id), false),
+            _ => (None, false),
+        };
+        let retired = named.and_then(|id| state.dead(id)).filter(|d| d.how == End::Retired);
+        let was = named.and_then(|id| before.get(&id));
+        if let (Some(retired), Some(was)) = (retired, was)
+            && (is_replaced || !was.about.is_bare())
+            && let Some(free) = lost.range(retired.entry..*n).rev().find(|n| !all.contains_key(n))
+        {
+            let (about, order, published_ms) = (was.about.clone(), was.order, was.at_ms);
+            return Some((*free, Op::Unretire { about: Box::new(about), order, published_ms }));
+        }
+        let entry = Entry::of_lost(*n, (*op).clone(), *at_ms);
+        state.salvage(&entry, has_heir(replaced, &entry));
+        let listed = entry.op.listed().and_then(|about| state.get(about.id));
+        before.extend(listed.map(|c| (c.id(), c.clone())));
+    }
+    None
 }
 
 fn push(all: &mut BTreeMap<u64, Vec<CheckpointId>>, entry: u64, id: CheckpointId) {

@@ -21,15 +21,14 @@ use crate::id::{CheckpointId, WriteId};
 use crate::manifest::MAX_OBJECT;
 use crate::options::StoreOptions;
 use crate::place::Place;
-use crate::reconstruct::{MOST_IDS, adopt, has_heir, proven_retires, reconstruct, replaced};
-use crate::salvage::{Salvage, Slot};
+use crate::reconstruct::{
+    KnownOps, MOST_IDS, adopt, has_heir, proven_retires, proven_unretires, reconstruct, replaced,
+};
+use crate::salvage::{LONGEST_GAP, Salvage, Slot};
 use crate::seal;
 use crate::state::{Checkpoint, State};
 use crate::store::{Inner, Store};
 use crate::view;
-
-/// Entries after a longer gap are not part of the log and are moved aside.
-const LONGEST_GAP: u64 = 10_000;
 
 /// Something that a repair cannot recover.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -126,11 +125,17 @@ impl Inner {
         let known_better = |n| n < survey.anchor.head() && survey.slots.is_stray(n);
         let counts = |e: &&Entry| !survey.void.contains(&e.n) && !known_better(e.n);
         let good: Vec<_> = survey.slots.good().filter(counts).collect();
+        let now = Utc::now().timestamp_millis();
         let there: BTreeMap<u64, &Op> = good.iter().map(|e| (e.n, &e.op)).collect();
         let lost: BTreeSet<u64> = (1..=last).filter(|n| !there.contains_key(n)).collect();
         plan.is_open = lost.contains(&last) && survey.anchor.head() == last;
         known.retain(|n, _| lost.contains(n));
         adopt(&mut known, &lost, &good, |id| survey.anchor.dead(id).is_some());
+        let replaced = replaced(&good);
+        let mut ops: KnownOps<'_> = good.iter().map(|e| (e.n, (&e.op, e.at_ms))).collect();
+        ops.extend(known.iter().map(|(n, op)| (*n, (op, now))));
+        let unretires = proven_unretires(&State::default(), &ops, &lost, &replaced);
+        known.extend(unretires);
         let op_at = |n| match there.get(&n) {
             Some(op) => Some((n, *op, false)),
             None => known.get(&n).map(|op| (n, op, true)),
@@ -143,8 +148,6 @@ impl Inner {
             known.insert(n, Op::Retire { ids, reason: "reconstructed".to_owned() });
         }
         let ours = WriteId::new(self.options.ids.next());
-        let now = Utc::now().timestamp_millis();
-        let replaced = replaced(&good);
         for n in 1..=last {
             let slot = survey.slots.read.get(&n);
             let was = match slot {
@@ -427,11 +430,7 @@ fn published(slot: &Slot) -> Option<(CheckpointId, u64)> {
 }
 
 fn entry_published(entry: &Entry) -> Option<(CheckpointId, u64)> {
-    match &entry.op {
-        Op::Publish(about) => Some((about.id, about.step)),
-        Op::Unretire { about, .. } => Some((about.id, about.step)),
-        _ => None,
-    }
+    entry.op.listed().map(|about| (about.id, about.step))
 }
 
 /// The last number of the log, and the numbers that are too far after it.

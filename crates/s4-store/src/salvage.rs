@@ -15,15 +15,20 @@ use s4_format::Digest;
 
 use crate::entry::{Entry, Op};
 use crate::error::{Error, LogDamage, Result};
-use crate::id::{CheckpointId, WriteId};
+use crate::id::CheckpointId;
 use crate::layout::Part;
 use crate::log::Seen;
-use crate::reconstruct::{MOST_IDS, adopt, has_heir, proven_retires, replaced};
+use crate::reconstruct::{
+    KnownOps, MOST_IDS, adopt, has_heir, proven_retires, proven_unretires, replaced,
+};
 use crate::state::State;
 use crate::store::Inner;
 
 /// The most unreadable entries in a row that are added to those which a listing shows.
 const MOST_BAD: u32 = 4;
+
+/// The most missing numbers between two entries of a log. An entry that is further away is not part of it.
+pub(crate) const LONGEST_GAP: u64 = 10_000;
 
 /// What was found at one number of the log.
 #[derive(Debug, Clone)]
@@ -148,7 +153,16 @@ impl Inner {
                 break;
             }
         }
-        let wanted: Vec<u64> = taken.range(from..).copied().collect();
+        // A stale listing may miss some between others, too.
+        let mut wanted: Vec<u64> = taken.range(from..).copied().collect();
+        let mut next = from.max(1);
+        for n in taken.range(next..) {
+            if n - next <= LONGEST_GAP {
+                wanted.extend(next..*n);
+            }
+            next = n.saturating_add(1);
+        }
+        wanted.sort_unstable();
         let read = |n| async move {
             match self.read_entry(n).await {
                 Ok((entry, hash)) => Ok(Some((n, Slot::Good(Box::new(entry), hash)))),
@@ -158,7 +172,9 @@ impl Inner {
             }
         };
         let reads = futures::stream::iter(wanted).map(read).buffered(self.concurrency());
-        let read = reads.try_filter_map(|slot| async move { Ok(slot) }).try_collect().await?;
+        let read: BTreeMap<u64, Slot> =
+            reads.try_filter_map(|slot| async move { Ok(slot) }).try_collect().await?;
+        taken.extend(read.keys());
         Ok(Slots { taken, read })
     }
 
@@ -222,10 +238,14 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
     let counts = |n: u64| n > anchor.head() && !void.contains(&n);
     let good: Vec<&Entry> = slots.good().filter(|e| counts(e.n)).collect();
     let replaced = replaced(&good);
-    let mut proven = proven_publishes(anchor, &good);
-    let mut ops: BTreeMap<u64, &Op> = good.iter().map(|e| (e.n, &e.op)).collect();
-    ops.extend(proven.iter().map(|(n, op)| (*n, op)));
-    let retires = proven_retires(anchor, ops.into_iter().map(|(n, op)| (n, op, false)));
+    let lost = lost_numbers(anchor, &good);
+    let mut proven = proven_publishes(anchor, &good, &lost);
+    let mut ops: KnownOps<'_> = good.iter().map(|e| (e.n, (&e.op, e.at_ms))).collect();
+    ops.extend(proven.iter().map(|(n, op)| (*n, (op, 0))));
+    let unretires = proven_unretires(anchor, &ops, &lost, &replaced);
+    ops.extend(unretires.iter().map(|(n, op)| (*n, (op, 0))));
+    let retires = proven_retires(anchor, ops.into_iter().map(|(n, (op, _))| (n, op, false)));
+    proven.extend(unretires);
     let retire = |(n, ids)| (n, Op::Retire { ids, reason: String::new() });
     proven.extend(retires.into_iter().map(retire));
     // The hash that the next entry must name, if it is known.
@@ -256,7 +276,7 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
                     state.head_hash = *hash;
                     while let Some(first) = proven.first_entry().filter(|e| e.key() < n) {
                         let (at, op) = first.remove_entry();
-                        state.salvage(&proven_entry(at, op), false);
+                        state.salvage(&Entry::of_lost(at, op, 0), false);
                     }
                     if !void.contains(n) {
                         // An entry that breaks a rule has no effect, as always.
@@ -271,27 +291,23 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
     (state, damage)
 }
 
-/// Publications that lost entries after `anchor` must have held, by the number that takes them.
-fn proven_publishes(anchor: &State, good: &[&Entry]) -> BTreeMap<u64, Op> {
-    let mut proven = BTreeMap::new();
-    let unknown = |id: &CheckpointId| anchor.get(*id).is_none() && anchor.dead(*id).is_none();
-    let wanted = replaced(good).into_iter().filter(unknown).count().min(MOST_IDS);
-    if wanted > 0 {
-        let (mut lost, mut next) = (BTreeSet::new(), anchor.head() + 1);
-        for entry in good {
-            // A gap may be of any length.
-            lost.extend((next..entry.n).rev().take(wanted));
-            next = entry.n.saturating_add(1);
-        }
-        adopt(&mut proven, &lost, good, |_| false);
-        // What the anchor knows needs no stand-in.
-        proven.retain(|_, op| op.published().is_none_or(|id| unknown(&id)));
+/// The numbers after `anchor` and before an entry that no entry has; only the last ones of a gap, which may be of any
+/// length.
+fn lost_numbers(anchor: &State, good: &[&Entry]) -> BTreeSet<u64> {
+    let (mut lost, mut next) = (BTreeSet::new(), anchor.head() + 1);
+    for entry in good {
+        lost.extend((next..entry.n).rev().take(MOST_IDS));
+        next = entry.n.saturating_add(1);
     }
-    proven
+    lost
 }
 
-/// An entry that was lost, as far as later ones prove it.
-fn proven_entry(n: u64, op: Op) -> Entry {
-    let write_id = WriteId::new(uuid::Uuid::nil());
-    Entry { v: op.version(), n, prev: Digest::of(&[]), write_id, at_ms: 0, op }
+/// Publications that lost entries after `anchor` must have held, by the number that takes them.
+fn proven_publishes(anchor: &State, good: &[&Entry], lost: &BTreeSet<u64>) -> BTreeMap<u64, Op> {
+    let mut proven = BTreeMap::new();
+    adopt(&mut proven, lost, good, |_| false);
+    // What the anchor knows needs no stand-in.
+    let unknown = |id: CheckpointId| anchor.get(id).is_none() && anchor.dead(id).is_none();
+    proven.retain(|_, op| op.published().is_none_or(unknown));
+    proven
 }

@@ -222,6 +222,8 @@ impl Inner {
         let state = {
             let mut known = self.known.lock().await;
             self.refresh(&mut known).await?;
+            // What the process does not know, it must not write into the view either.
+            self.check_ends_here(&known).await?;
             Arc::clone(&known.state)
         };
         ids.retain(|id| state.get(*id).is_none());

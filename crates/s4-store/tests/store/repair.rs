@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use futures::TryStreamExt;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
-use s4_store::testing::{Fault, FaultStore, quick_options, toy};
+use s4_store::testing::{Fault, FaultStore, OpKind, quick_options, toy};
 use s4_store::{
     CheckOptions, Checkpoint, CheckpointId, Conflict, Error, LogDamage, Place, Store, SweepOptions,
 };
@@ -372,6 +372,81 @@ async fn a_retired_checkpoint_whose_entry_is_lost_is_not_listed_again() {
         toy::save(&saver, 6, None, &[6; 20]).await.unwrap();
         assert_eq!(steps(&saver).await, [1, 2, 3, 4, 6], "view {view}");
     }
+}
+
+/// A delta proves that its parent was listed, and a rebase that the checkpoint which it replaced was: if the entry that
+/// listed that one again is lost, it is restored.
+#[tokio::test(start_paused = true)]
+async fn a_lost_unretire_is_proved_by_what_needs_it() {
+    for rebased in [false, true] {
+        for (view, lost) in [(false, &[6][..]), (true, &[5, 6]), (true, &[5, 6, 7])] {
+            let (faults, place, saved) = grown(2).await;
+            let store = Store::open(&place, quick_options()).await.unwrap();
+            let [one, two] = [saved[0].id(), saved[1].id()];
+            store.retire(&[two], "").await.unwrap();
+            store.retire(&[one], "").await.unwrap();
+            // Entries 5 and 6: the delta needs its base.
+            store.unretire(&[two]).await.unwrap();
+            if rebased {
+                store.rebase(two, &mut toy::ToyRebaser::default()).await.unwrap();
+            } else {
+                let parent = Some((saved[1].reference(), &[2; 20][..]));
+                toy::save(&store, 3, parent, &[3; 20]).await.unwrap();
+            }
+            if view {
+                store.sweep(&SweepOptions::default()).await.unwrap();
+            }
+            let before = (steps(&store).await, store.list().await.unwrap().len());
+            for n in lost {
+                harm(&faults, *n, Way::Flipped, &faults).await;
+            }
+            let told = Store::repair(&place, quick_options(), true).await.unwrap();
+            let store = Store::open(&place, quick_options()).await.unwrap();
+            let after = (steps(&store).await, store.list().await.unwrap().len());
+            assert_eq!(after, before, "rebased {rebased}, lost {lost:?}: {told:#?}");
+        }
+    }
+}
+
+/// A listing that misses entries in the middle of the log is no proof that they are lost.
+#[tokio::test(start_paused = true)]
+async fn a_stale_listing_loses_no_entries() {
+    let (faults, place, _) = grown(8).await;
+    harm(&faults, 2, Way::Flipped, &faults).await;
+    // As a repair that was killed leaves them: these were written last.
+    for n in 4..=6 {
+        let bytes = faults.get(&key(n)).await.unwrap().bytes().await.unwrap();
+        faults.put(&key(n), bytes.into()).await.unwrap();
+    }
+    faults.set_plan(|op| (op.kind == OpKind::List).then_some(Fault::Stale));
+    let told = Store::repair(&place, quick_options(), true).await.unwrap();
+    faults.heal();
+    assert_eq!(told.fenced, [2], "{told:#?}");
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&store).await, [1, 3, 4, 5, 6, 7, 8]);
+}
+
+/// A process that does not know the entries after a hole does not replace the view that covers them.
+#[tokio::test(start_paused = true)]
+async fn a_sweep_before_a_hole_in_the_log_keeps_the_view() {
+    let (faults, place, _) = grown(4).await;
+    let stale = Store::open(&place, quick_options()).await.unwrap();
+    let other = Store::open(&place, quick_options()).await.unwrap();
+    for step in [5, 6] {
+        toy::save(&other, step, None, &[step as u8; 20]).await.unwrap();
+    }
+    other.sweep(&SweepOptions::default()).await.unwrap();
+    let view = Path::from("runs/one/logck");
+    let before = faults.get(&view).await.unwrap().bytes().await.unwrap();
+    faults.delete(&key(5)).await.unwrap();
+    let refused = stale.sweep(&SweepOptions::default()).await.unwrap_err();
+    assert!(refused.is_log_damage(), "{refused}");
+    assert_eq!(faults.get(&view).await.unwrap().bytes().await.unwrap(), before);
+    Store::repair(&place, quick_options(), true).await.unwrap();
+    assert_eq!(
+        steps(&Store::open(&place, quick_options()).await.unwrap()).await,
+        [1, 2, 3, 4, 5, 6]
+    );
 }
 
 /// A view does not say which checkpoint a retired one was a delta of. If its entry is lost, too, it cannot be

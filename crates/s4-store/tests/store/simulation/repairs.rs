@@ -125,7 +125,9 @@ impl Harmed {
     }
 
     /// Adds the entries that were written after the damage.
-    async fn grow(&mut self, world: &World, life: u64) {
+    async fn grow(&mut self, world: &World, faults: &FaultStore, life: u64) {
+        // A process that had begun before may have replaced the view by an older one.
+        self.covered = self.covered.min(covered(faults).await);
         let store = Store::open_read_only(&world.place, world.options(54, life)).await.unwrap();
         for entry in store.log(1).await.unwrap() {
             self.truth.entry(entry.n).or_insert(entry);
@@ -319,7 +321,7 @@ async fn simulate(seed: u64) -> (usize, usize, usize) {
             trouble(&faults, seed << 8 | 64 | round, rate);
             processes = work(&world, processes, 2).await;
             calm(&faults).await;
-            harmed.grow(&world, round).await;
+            harmed.grow(&world, &faults, round).await;
         }
         damaged += harmed.bad.len();
         harmed.tell(&mut model.lock().unwrap());
