@@ -7,7 +7,7 @@ use std::time::Duration;
 use s4weights::{Preset, StorageOptions, check_storage_options, check_url, redact_url};
 use serde::Deserialize;
 
-use crate::entitlement;
+use crate::entitlement::{self, check_address};
 use crate::error::{Error, Result};
 
 /// The largest configuration file, in bytes.
@@ -224,16 +224,6 @@ fn without_value(message: &str) -> String {
         (Some(begin), _) => message[..begin].trim_end().to_owned(),
         _ => message.to_owned(),
     }
-}
-
-/// Checks that a member is the address of an HTTP service.
-pub(crate) fn check_address(member: &str, address: &str) -> Result<()> {
-    let url = reqwest::Url::parse(address).ok();
-    if url.is_some_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host()) {
-        return Ok(());
-    }
-    let what = "expected an address that begins with http:// or https://";
-    Err(Error::Config(format!("`{member}`: {what}")))
 }
 
 /// Checks that a program can be started: a file, or a name that is looked up in `PATH`.

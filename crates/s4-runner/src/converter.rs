@@ -7,8 +7,6 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::watch::Unconverted;
-
 /// How long a conversion may take.
 const LONGEST: Duration = Duration::from_secs(3600);
 /// How many characters of the program's error output are passed on: the last ones.
@@ -21,6 +19,21 @@ const OOM_SCORE: i32 = 500;
 const IO: i32 = 3;
 /// Its exit code if there was no memory.
 const NO_MEMORY: i32 = 6;
+
+/// Why something in the watched folder was not converted.
+#[derive(Debug, thiserror::Error)]
+pub enum Unconverted {
+    /// It may succeed later: the drive is full, say.
+    #[error("{0}")]
+    Later(String),
+    /// There was no memory for it, or the program that converts it was killed, perhaps for its memory: it is tried
+    /// again a few times.
+    #[error("{0}")]
+    Killed(String),
+    /// It cannot be converted as it is, and is ignored until it changes.
+    #[error("{0}")]
+    Rejected(String),
+}
 
 /// Converts a file or folder with a program, using this many threads. `ends` tells whether the service is ending.
 ///

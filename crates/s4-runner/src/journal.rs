@@ -3,13 +3,14 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::Access;
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
+use crate::folder::{free, is_full, make_folder, sync_folder};
 use crate::lock::FolderLock;
 use crate::record::Record;
 
@@ -249,19 +250,6 @@ fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Bytes that are free on a folder's drive; 0 if no more files can be created.
-pub(crate) fn free(folder: &Path) -> io::Result<u64> {
-    let about = rustix::fs::statvfs(folder)?;
-    // Some file systems do not count files.
-    let no_files = about.f_files > 0 && about.f_favail == 0;
-    Ok(if no_files { 0 } else { about.f_bavail.saturating_mul(about.f_frsize) })
-}
-
-/// Whether there is no room left, or none for this user.
-pub(crate) fn is_full(e: &io::Error) -> bool {
-    matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
-}
-
 fn read_record(path: &Path) -> std::result::Result<Record, String> {
     let mut text = vec![];
     let file = File::open(path).map_err(|e| e.to_string())?;
@@ -276,20 +264,6 @@ fn read_record(path: &Path) -> std::result::Result<Record, String> {
         (1, false) => Err("it belongs to another submission".into()),
         (v, _) => Err(format!("version {v} is not supported, only version 1")),
     }
-}
-
-/// Creates a folder, unless it exists.
-pub(crate) fn make_folder(path: &Path, mode: u32) -> Result<()> {
-    fs::DirBuilder::new()
-        .recursive(true)
-        .mode(mode)
-        .create(path)
-        .map_err(|e| Error::io("create", path, e))
-}
-
-/// Syncs a folder, so that the names in it survive a power cut.
-pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all()
 }
 
 #[cfg(test)]

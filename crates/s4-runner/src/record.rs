@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::clock::{Moment, Uptime};
-use crate::stores::SUBMISSION;
+
+/// The tag with the submission's id, which its checkpoint has in both stores.
+pub(crate) const SUBMISSION: &str = "s4w.submission";
 
 /// The progress of a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]

@@ -1,21 +1,19 @@
 //! Restoring from the nearest tier: the staged file, the local store, the store.
 
-use std::collections::HashMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
 use s4weights::copy::{CopyOptions, copy};
 use s4weights::store::{CheckpointId, CheckpointStore};
 use s4weights::{Error, Preset, ReadOptions, Reader, Source, Target, WriteOptions, Writer};
-use serde::Serialize;
 use tokio::sync::watch;
 use uuid::Uuid;
 
 use crate::record::{Record, State};
+use crate::restores::{Outcome, Restored};
 use crate::service::Service;
-use crate::staging::UNFETCHED;
 use crate::stores::find_any;
 
 /// The checkpoint to restore.
@@ -39,19 +37,6 @@ impl std::fmt::Display for Wanted {
     }
 }
 
-/// A restored file. The client that fetches it removes it.
-#[derive(Debug, Serialize)]
-pub(crate) struct Restored {
-    /// The file.
-    pub path: PathBuf,
-    /// Its training step.
-    pub step: u64,
-    /// Where it came from: `staged`, `local` or `store`.
-    pub tier: &'static str,
-    /// Copies that could not be used, such as damaged ones, and why.
-    pub skipped: Vec<String>,
-}
-
 /// A place that may have the wanted checkpoint.
 enum Place {
     Staged(Uuid),
@@ -69,31 +54,6 @@ impl Place {
     }
 }
 
-/// Maximum number of restores at the same time: each reads and writes a whole checkpoint.
-const MAX_RUNNING: usize = 4;
-/// For how long after the last request an outcome can be asked for: as long as its file is kept.
-const KEPT: Duration = UNFETCHED;
-
-/// The result of a restore, shared by all who wait for it.
-pub(crate) type Outcome = Arc<s4weights::Result<Restored>>;
-
-/// Restores that run, or ended recently, by the id that the client made. A restore may take longer
-/// than a request or a connection may: the client asks for the same id again.
-#[derive(Default)]
-pub(crate) struct Restores(Mutex<HashMap<Uuid, Job>>);
-
-struct Job {
-    outcome: watch::Receiver<Option<Outcome>>,
-    /// When a client last asked for it: it may have run for longer than outcomes are kept.
-    asked: Instant,
-}
-
-impl Job {
-    fn is_running(&self) -> bool {
-        self.outcome.borrow().is_none() && self.outcome.has_changed().is_ok()
-    }
-}
-
 impl Service {
     /// The restore of this id, which begins now if there is none. `None` if too many run already.
     pub(crate) fn begin_restore(
@@ -101,22 +61,8 @@ impl Service {
         id: Uuid,
         wanted: Wanted,
     ) -> Option<watch::Receiver<Option<Outcome>>> {
-        let mut jobs = self.restores.0.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(job) = jobs.get_mut(&id) {
-            job.asked = Instant::now();
-            return Some(job.outcome.clone());
-        }
-        jobs.retain(|_, job| job.is_running() || job.asked.elapsed() < KEPT);
-        if jobs.values().filter(|job| job.is_running()).count() >= MAX_RUNNING {
-            return None;
-        }
-        let (done, outcome) = watch::channel(None);
         let service = Arc::clone(self);
-        tokio::task::spawn_blocking(move || {
-            done.send_replace(Some(Arc::new(service.restore(wanted))));
-        });
-        jobs.insert(id, Job { outcome: outcome.clone(), asked: Instant::now() });
-        Some(outcome)
+        self.restores.begin(id, move || service.restore(wanted))
     }
 
     /// Restores a checkpoint into a new file; every value is checked on the way. If a copy is

@@ -14,6 +14,7 @@ use uuid::Uuid;
 
 use crate::clock::Moment;
 use crate::config::Config;
+use crate::converter::Unconverted;
 use crate::entitlement;
 use crate::error::{Error, Result};
 use crate::health::{Health, Thread};
@@ -23,11 +24,11 @@ use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::queue::{Mode, Queue};
 use crate::record::{FILE_GONE, Record, State};
-use crate::restore::Restores;
+use crate::restores::Restores;
 use crate::service::Service;
 use crate::staging::Staging;
 use crate::stores::Stores;
-use crate::watch::{Convert, Unconverted, Watcher};
+use crate::watch::{Convert, Watcher};
 use crate::worker::{CrashHook, Worker};
 use crate::{http, memory, notify, socket};
 

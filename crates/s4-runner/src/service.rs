@@ -8,15 +8,15 @@ use tokio::time::{Instant, timeout_at};
 use uuid::Uuid;
 
 use crate::config::Config;
+use crate::folder::is_full;
 use crate::health::Health;
-use crate::journal::is_full;
 use crate::metrics::Metrics;
 use crate::queue::{Mode, SharedQueue, Submission};
-use crate::record::{Record, State};
-use crate::restore::Restores;
+use crate::record::{Record, SUBMISSION, State};
+use crate::restores::Restores;
 use crate::staging::{NotTaken, Staging};
 use crate::status::{Sources, Status};
-use crate::stores::{SUBMISSION, Stores};
+use crate::stores::Stores;
 use crate::worker::{CrashHook, finite};
 
 /// The most tags of a checkpoint, and the most metrics.

@@ -106,7 +106,7 @@ asked!(UrlPath);
 /// [`Error::Io`]; [`Error::Locked`] if another process listens there.
 pub(crate) fn bind(path: &Path) -> Result<UnixListener> {
     if let Some(folder) = path.parent() {
-        crate::journal::make_folder(folder, 0o750)?;
+        crate::folder::make_folder(folder, 0o750)?;
     }
     match fs::symlink_metadata(path) {
         Ok(about) if about.file_type().is_socket() => {

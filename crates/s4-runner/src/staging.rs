@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
-use crate::journal::{free, make_folder, sync_folder};
+use crate::folder::{free, make_folder, sync_folder};
 use crate::lock::FolderLock;
 
 /// How long files stay that nobody submitted, and (below) restored ones that nobody fetched.

@@ -12,11 +12,8 @@ use uuid::Uuid;
 
 use crate::config::Config;
 use crate::journal::KnownStore;
-use crate::record::{Record, State};
+use crate::record::{Record, SUBMISSION, State};
 use crate::staging::Staging;
-
-/// The tag with the submission's id, which its checkpoint has in both stores.
-pub(crate) const SUBMISSION: &str = "s4w.submission";
 
 /// How long a request to the store is retried before the record shows the error. After that the
 /// upload is tried again, forever.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 use crate::config::Watch;
-use crate::converter;
+use crate::converter::{self, Unconverted};
 use crate::dropped::{self, Dropped, Kind};
 use crate::queue::{Mode, Submission};
 use crate::record::{Origin, State};
@@ -26,21 +26,6 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 const MOST_KILLED: u32 = 3;
 /// The most entries of the folder that are looked at.
 const MAX_ENTRIES: usize = 10_000;
-
-/// Why something in the watched folder was not converted.
-#[derive(Debug, thiserror::Error)]
-pub enum Unconverted {
-    /// It may succeed later: the drive is full, say.
-    #[error("{0}")]
-    Later(String),
-    /// There was no memory for it, or the program that converts it was killed, perhaps for its memory: it is tried again
-    /// a few times.
-    #[error("{0}")]
-    Killed(String),
-    /// It cannot be converted as it is, and is ignored until it changes.
-    #[error("{0}")]
-    Rejected(String),
-}
 
 /// Turns a `.safetensors` file (first path) into a `.s4w` file (second path), or says why it cannot.
 pub type Convert = Arc<dyn Fn(&Path, &Path) -> Result<(), Unconverted> + Send + Sync>;

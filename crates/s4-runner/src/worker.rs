@@ -15,9 +15,9 @@ use crate::clock::now_ms;
 use crate::health::{Health, Thread};
 use crate::metrics::Metrics;
 use crate::queue::{SharedQueue, Work};
-use crate::record::{COPY_GONE, Record, State};
+use crate::record::{COPY_GONE, Record, SUBMISSION, State};
 use crate::staging::Staging;
-use crate::stores::{SUBMISSION, Stores, Tidy, find};
+use crate::stores::{Stores, Tidy, find};
 
 /// Called with the name of each place where a test may stop the process.
 pub type CrashHook = Arc<dyn Fn(&'static str) + Send + Sync>;

@@ -17,7 +17,6 @@ use std::time::Duration;
 use serde::Deserialize;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::config::check_address;
 use crate::error::{Error, Result};
 use crate::imds::{Imds, NoAnswer};
 
@@ -165,6 +164,16 @@ impl Settings {
             Mode::InstanceIdentity => identity::Certificate::read(self).map(drop),
         }
     }
+}
+
+/// Checks that a member is the address of an HTTP service.
+pub(crate) fn check_address(member: &str, address: &str) -> Result<()> {
+    let url = reqwest::Url::parse(address).ok();
+    if url.is_some_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host()) {
+        return Ok(());
+    }
+    let what = "expected an address that begins with http:// or https://";
+    Err(Error::Config(format!("`{member}`: {what}")))
 }
 
 /// Finds out whether the service may run; `Ok` if so.
