@@ -4,10 +4,10 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use s4weights::{DType, MemoryOptions, TensorView};
 
-use crate::errors::to_python;
+use crate::arguments::values;
+use crate::errors::{to_python, to_value_error};
 use crate::reader::buffers;
 use crate::watch::{detached, watched};
-use crate::writer::{to_value_error, values};
 
 /// Compresses and decompresses tensors in memory, one after the other.
 #[pyclass(frozen, module = "s4weights._core")]

@@ -1,33 +1,17 @@
-//! `_core.CudaEngine`, and tensors in the memory of CUDA devices.
+//! `_core.CudaEngine`, and copies of tensors in the memory of CUDA devices and of the host.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use s4weights::Error;
 use s4weights::cuda::{
     Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, FrameMemory, GpuError, StagedCopies, Stager,
 };
-use s4weights::{DType, Error, TensorSource};
 
+use crate::arguments::{Where, memory};
 use crate::object::Sources;
 use crate::watch::watched;
-use crate::writer::{to_value_error, values};
-
-/// Ordinal of the device, or -1 for the host; handle of the stream that the memory was used on.
-pub(crate) type Where = (i64, u64);
-
-/// The place of values in host memory: no device, no stream.
-pub(crate) const HOST: Where = (-1, 0);
-
-/// Address, bytes, and place.
-pub(crate) type DeviceRange = (usize, usize, Where);
-
-/// Name, dtype, shape, address, bytes, and place.
-pub(crate) type PlacedTensor = (String, String, Vec<u64>, usize, usize, Where);
-
-/// Tensor index, address, bytes, and place.
-pub(crate) type DeviceRequest = (usize, usize, usize, Where);
 
 /// Encodes and decodes on CUDA devices. Calls may come from several threads at the same time.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -258,43 +242,4 @@ fn of_engine(e: CudaError) -> Error {
         CudaError::Gpu(source) => of_cuda(source),
         CudaError::Format { source, .. } => Error::Format { target: "CUDA".into(), source },
     }
-}
-
-/// The source for the native writer: a tensor's description, with its values or their place on a device.
-pub(crate) fn placed(tensor: &PlacedTensor) -> PyResult<TensorSource<'_>> {
-    let (name, dtype, shape, address, nbytes, (ordinal, stream)) = tensor;
-    let dtype: DType = dtype.parse().map_err(to_value_error)?;
-    Ok(if *ordinal < 0 {
-        TensorSource::new(name, dtype, shape, values(name, *address, *nbytes)?)
-    } else {
-        let memory = memory(*address, *nbytes, (*ordinal, *stream))?;
-        TensorSource::new(name, dtype, shape, memory)
-    })
-}
-
-/// Memory to read into: checked to be disjoint, since kernels fill all of it concurrently.
-pub(crate) fn requests(list: &[DeviceRequest]) -> PyResult<Vec<(usize, DeviceMemory)>> {
-    let mut spans: Vec<_> = list.iter().filter(|r| r.2 > 0).map(|r| (r.3.0, r.1, r.2)).collect();
-    spans.sort_unstable();
-    if spans.windows(2).any(|w| w[0].0 == w[1].0 && w[1].1 - w[0].1 < w[0].2) {
-        return Err(PyValueError::new_err("buffers overlap"));
-    }
-    list.iter().map(|r| Ok((r.0, memory(r.1, r.2, r.3)?))).collect()
-}
-
-/// Values in the memory of a CUDA device.
-pub(crate) fn memory(
-    address: usize,
-    nbytes: usize,
-    (ordinal, stream): Where,
-) -> PyResult<DeviceMemory> {
-    let ordinal = u32::try_from(ordinal);
-    let ordinal = ordinal.map_err(|_| PyValueError::new_err("expected the ordinal of a device"))?;
-    // SAFETY:
-    // - The caller, the package's own Python part, passes the address and size of a storage on that
-    //   device, and that device's current stream; it keeps both alive during the call.
-    // - Memory that is read into was just made by that caller, or given by its user to be overwritten.
-    // - If another stream changes the values meanwhile, a mixture of old and new values is saved, as with
-    //   any save. The engine itself checks that the bytes are memory of the device.
-    Ok(unsafe { DeviceMemory::new(ordinal, address as u64, nbytes as u64, stream) })
 }

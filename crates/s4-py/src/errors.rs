@@ -13,6 +13,10 @@ const ENOENT: i32 = 2;
 /// This one differs between systems.
 const ETIMEDOUT: i32 = if cfg!(target_os = "macos") { 60 } else { 110 };
 
+pub(crate) fn to_value_error(error: impl std::fmt::Display) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
 /// The exception that reports an error to Python. An exception of a Python stream is passed on as it is.
 pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
     match error {

@@ -9,6 +9,7 @@
 //! The one thing that it does with Python objects is to take apart an object to be saved (`object`): describing
 //! thousands of tensors in Python takes too long. Everything else to do with PyTorch is in the package's Python part.
 
+mod arguments;
 mod codec;
 mod copy;
 mod device;

@@ -9,10 +9,12 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use s4weights::store::{PartOf, RankPart, SaveOptions};
 
-use crate::device::{CudaEngine, PlacedTensor, placed};
-use crate::store::{Store, contents, saved_json, staged_callback};
+use crate::arguments::{PlacedTensor, contents, placed};
+use crate::device::CudaEngine;
+use crate::errors::to_value_error;
+use crate::store::{Store, saved_json, staged_callback};
 use crate::watch::progress;
-use crate::writer::{in_groups, to_value_error};
+use crate::writer::in_groups;
 
 /// Begins a checkpoint that several processes store together. `raw`: approximate size of its tensors in bytes;
 /// `tensors`: approximate number of tensors of each rank. Returns the `part_of` of each rank, as JSON.

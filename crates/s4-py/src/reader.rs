@@ -12,7 +12,8 @@ use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
 use s4weights::{ArrayView, ReadOptions, Slice, Source, StorageOptions, check_storage_options};
 
-use crate::device::{self, CudaEngine, DeviceRequest};
+use crate::arguments::{self, DeviceRequest};
+use crate::device::CudaEngine;
 use crate::errors::to_python;
 use crate::watch::{Watcher, progress};
 
@@ -182,7 +183,7 @@ impl Reader {
         requests: Vec<DeviceRequest>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let requests = device::requests(&requests)?;
+        let requests = arguments::requests(&requests)?;
         let engine = engine.get();
         self.watcher.run(py, progress, || self.inner.read_into_device(&engine.0, &requests))
     }
@@ -209,7 +210,7 @@ impl Reader {
         requests: Vec<DeviceRequest>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Vec<usize>> {
-        let requests = device::requests(&requests)?;
+        let requests = arguments::requests(&requests)?;
         let engine = engine.get();
         self.watcher.run(py, progress, || self.inner.apply_into_device(&engine.0, &requests))
     }

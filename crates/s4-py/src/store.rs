@@ -8,20 +8,19 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
-use s4weights::format::manifest::Roles;
+use s4weights::StagedFn;
 use s4weights::store::{
     CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, SaveOptions, Saved,
     StorageOptions, StoreOptions, SweepOptions, Swept, Verdict,
 };
-use s4weights::{Contents, StagedFn};
-use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use crate::arguments::{contents, parse_roles};
 use crate::device::CudaEngine;
+use crate::errors::to_value_error;
 use crate::object::Sources;
 use crate::reader::Reader;
 use crate::watch::{Watcher, progress};
-use crate::writer::to_value_error;
 
 /// A store that is open. Calls may come from several threads.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -305,22 +304,6 @@ pub(crate) fn saved_json(saved: &Saved) -> String {
         "retired": retired,
     });
     all.to_string()
-}
-
-/// The contents of a saved object besides its tensors.
-pub(crate) fn contents(
-    tree: Option<String>,
-    blobs: HashMap<String, PyBackedBytes>,
-    metadata: BTreeMap<String, String>,
-) -> PyResult<Contents> {
-    let tree = tree.map(RawValue::from_string).transpose().map_err(to_value_error)?;
-    let blobs = blobs.into_iter().map(|(name, bytes)| (name, bytes.to_vec())).collect();
-    Ok(Contents { tree, blobs, metadata })
-}
-
-/// The role table, from JSON.
-pub(crate) fn parse_roles(json: Option<String>) -> PyResult<Option<Roles>> {
-    json.map(|json| serde_json::from_str(&json)).transpose().map_err(to_value_error)
 }
 
 fn parse_id(text: &str) -> PyResult<CheckpointId> {

@@ -11,11 +11,11 @@ use s4weights::{
     DType, Preset, StorageOptions, Target, TensorSource, WriteOptions, check_storage_options,
 };
 
+use crate::arguments::{contents, parse_roles, values};
 use crate::device::CudaEngine;
-use crate::errors::to_python;
+use crate::errors::{to_python, to_value_error};
 use crate::object::Sources;
 use crate::sink::PySink;
-use crate::store::{contents, parse_roles};
 use crate::watch::{Watcher, progress};
 
 /// Name, dtype, shape, address, bytes.
@@ -171,26 +171,4 @@ fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
     Ok(TensorSource::new(name, dtype, shape, values(name, *address, *nbytes)?))
-}
-
-/// A tensor's values in host memory.
-pub(crate) fn values<'a>(name: &str, address: usize, nbytes: usize) -> PyResult<&'a [u8]> {
-    match (nbytes, address) {
-        (0, _) => Ok(&[]),
-        (_, 0) => Err(PyValueError::new_err(format!("tensor `{name}` has no address"))),
-        (nbytes, address) => {
-            let start: *const u8 = std::ptr::with_exposed_provenance(address);
-            // SAFETY:
-            // - The caller, the package's own Python part, passes the address and size of a
-            //   storage that it keeps alive and does not resize during the call.
-            // - `u8` has no alignment and no invalid values.
-            // - If another thread changes the values meanwhile, a mixture of old and new values is
-            //   saved, as with any save.
-            Ok(unsafe { std::slice::from_raw_parts(start, nbytes) })
-        }
-    }
-}
-
-pub(crate) fn to_value_error(error: impl std::fmt::Display) -> PyErr {
-    PyValueError::new_err(error.to_string())
 }

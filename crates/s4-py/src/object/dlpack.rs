@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
 
-use super::torch::Shape;
+use super::shape::Shape;
 
 /// `DLTensor`: a view of a tensor; `shape` and `strides` are borrowed from it.
 #[repr(C)]

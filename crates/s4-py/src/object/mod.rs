@@ -8,6 +8,7 @@ mod dlpack;
 mod frozen;
 mod names;
 mod roles;
+mod shape;
 mod sources;
 mod storages;
 mod torch;

@@ -12,10 +12,10 @@ use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
 use rustc_hash::{FxHashMap, FxHashSet};
 use serde::Serialize;
 
+use super::shape::{Shape, sizes};
 use super::storages::Storages;
-use super::torch::{Shape, sizes};
 use super::tree::address;
-use crate::writer::to_value_error;
+use crate::errors::to_value_error;
 use s4weights::format::limits::MAX_SCALARS;
 
 /// The group of an optimizer's state; weights and everything else are in the first group.

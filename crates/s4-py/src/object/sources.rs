@@ -6,9 +6,8 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use s4weights::{DType, TensorSource};
 
-use super::torch::Shape;
-use crate::device::{DeviceRange, HOST, Where, memory};
-use crate::writer::values;
+use super::shape::Shape;
+use crate::arguments::{DeviceRange, HOST, Where, memory, values};
 
 /// The values of a tensor to be written.
 #[derive(Clone)]

@@ -18,12 +18,11 @@ use s4weights::format::limits::MAX_RANK;
 
 use super::names::{Path, UniqueNames};
 use super::roles;
+use super::shape::{Shape, row_major, sizes};
 use super::sources::{Source, Sources};
-use super::torch::{
-    DTypes, Device, Plain, Shape, Torch, TorchDType, device_of, location_tag, row_major, sizes,
-};
+use super::torch::{DTypes, Device, Plain, Torch, TorchDType, device_of, location_tag};
 use super::tree::{Leaf, Leaves, Stop, address, tree_of};
-use crate::device::HOST;
+use crate::arguments::HOST;
 
 /// Storages in the order in which they are found. The index of a storage is that of the tensor that it becomes in a
 /// file.

@@ -6,14 +6,11 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString, PyTuple, PyType};
+use pyo3::types::{PyDict, PyString, PyType};
 use s4weights::DType;
-use smallvec::SmallVec;
 
 use super::dlpack::{Described, DlDType, Exchange};
-
-/// Sizes of a tensor's dimensions, or its strides: most have few.
-pub(super) type Shape = SmallVec<[u64; 4]>;
+use super::shape::{Shape, sizes};
 
 /// PyTorch's classes and functions, looked up once per saved object.
 pub(super) struct Torch<'py> {
@@ -210,22 +207,6 @@ pub(super) fn device_of(storage: &Bound<'_, PyAny>) -> PyResult<Device> {
 pub(super) fn location_tag(storage: &Bound<'_, PyAny>) -> PyResult<String> {
     let torch = storage.py().import("torch")?;
     torch.getattr("serialization")?.call_method1("location_tag", (storage,))?.extract()
-}
-
-/// Sizes of a tensor's dimensions, or its strides.
-pub(super) fn sizes(tuple: &Bound<'_, PyAny>) -> PyResult<Shape> {
-    tuple.cast::<PyTuple>()?.iter().map(|size| size.extract()).collect()
-}
-
-/// The strides of a contiguous tensor, in elements.
-pub(super) fn row_major(shape: &[u64]) -> Shape {
-    let (mut strides, mut step) = (Shape::new(), 1_u64);
-    for &size in shape.iter().rev() {
-        strides.push(step);
-        step = step.saturating_mul(size.max(1));
-    }
-    strides.reverse();
-    strides
 }
 
 /// Whether an attribute is true, or a dict with something in it.
