@@ -1,5 +1,6 @@
 //! Proves that every dtype comes back bit by bit, on this machine.
 
+mod case;
 mod gpu;
 mod library;
 mod steps;

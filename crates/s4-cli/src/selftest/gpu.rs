@@ -4,47 +4,18 @@ use std::sync::Arc;
 
 use s4_engine::cuda::testing::{CodedTensor, Copies};
 use s4weights::cuda::{Cuda, CudaEngine, CudaOptions, DeviceInfo};
-use s4weights::{CpuEngine, DType, Preset, Simd, TensorView, adversarial};
+use s4weights::{CpuEngine, DType, Preset, Simd};
 
+use super::case::{Case, Fault, cases, damage, differs};
 use super::{library, steps};
 use crate::error::{Failure, Result};
 
-/// Elements of a pattern: one, a part of a segment, one segment, and more than one chunk even of
-/// the smallest values (not a round number).
-const SIZES: [usize; 4] = [1, 255, 4096, (1 << 17) + 1234];
-
 const PRESETS: [Preset; 3] = [Preset::Fast, Preset::Balanced, Preset::Small];
-
-/// Where a bit is flipped in what a device returns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fault {
-    /// In the first frame that it wrote.
-    Frame,
-    /// In the first values that it decoded.
-    Values,
-    /// As `Frame`, where nvCOMP codes the planes.
-    LibraryFrame,
-    LibraryValues,
-}
 
 /// Every fault, without those that need nvCOMP if it is missing.
 fn faults(library: bool) -> &'static [Fault] {
     let all = &[Fault::Frame, Fault::Values, Fault::LibraryFrame, Fault::LibraryValues];
     if library { all } else { &all[..2] }
-}
-
-/// One tensor of the test.
-pub(super) struct Case {
-    pub(super) name: String,
-    dtype: DType,
-    shape: [u64; 1],
-    pub(super) data: Vec<u8>,
-}
-
-impl Case {
-    pub(super) fn view(&self) -> TensorView<'_> {
-        TensorView { dtype: self.dtype, shape: &self.shape, data: &self.data }
-    }
 }
 
 /// Runs everything on every device; returns a summary, or fails with the first difference. With
@@ -123,23 +94,6 @@ fn test_device(
     ))
 }
 
-/// Tensors of one dtype: every pattern in every size for the default preset, small ones for the others.
-pub(super) fn cases(dtype: DType, preset: Preset) -> Vec<Case> {
-    let sizes = if preset == Preset::default() { &SIZES[..] } else { &SIZES[1..3] };
-    let mut out = vec![];
-    let mut add = |name: String, data: Vec<u8>| {
-        let shape = [(data.len() / dtype.size()) as u64];
-        out.push(Case { name: format!("{dtype}, {preset:?}, {name}"), dtype, shape, data });
-    };
-    for &n in sizes {
-        for (pattern, data) in adversarial(dtype, n) {
-            add(format!("{pattern}, {n} elements"), data);
-        }
-    }
-    add("no elements".into(), vec![]);
-    out
-}
-
 /// A device and the processor.
 struct Both {
     engine: Arc<CudaEngine>,
@@ -209,17 +163,5 @@ impl Both {
             true => Ok(by_cpu),
             false => Err(differs(&case.name, "values decoded from the device's frames")),
         }
-    }
-}
-
-pub(super) fn differs(name: &str, what: &str) -> Failure {
-    Failure::Test(format!("{name}: different from the CPU: {what}"))
-}
-
-/// Flips a bit in the middle of the first byte string that is not empty.
-pub(super) fn damage<'a>(mut bytes: impl Iterator<Item = &'a mut Vec<u8>>) {
-    if let Some(first) = bytes.find(|b| !b.is_empty()) {
-        let middle = first.len() / 2;
-        first[middle] ^= 0x10;
     }
 }

@@ -4,7 +4,7 @@ use s4_engine::cuda::testing::{CodedTensor, Copies};
 use s4weights::cuda::{CudaEngine, DeviceInfo};
 use s4weights::{CpuEngine, DType, Preset, Simd};
 
-use super::gpu::{Case, Fault, cases, damage, differs};
+use super::case::{Case, Fault, cases, damage, differs};
 use crate::error::{Failure, Result};
 
 /// Whether there is a GPU with nvCOMP.
