@@ -3,8 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::library::{ENVIRONMENT, MAJOR, SONAME, Version};
 use crate::status::Status;
+use crate::version::{ENVIRONMENT, MAJOR, SONAME, Version};
 
 /// A place where the library was looked for, and why it was not opened there.
 #[derive(Debug, Clone, PartialEq, Eq)]

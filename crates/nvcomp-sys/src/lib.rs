@@ -15,13 +15,15 @@ mod error;
 mod library;
 mod options;
 mod status;
+mod version;
 
 pub use api::{Alignments, Api, Compress, Decompress, Shape};
 pub use error::{Error, Result, Tried};
-pub use library::{ENVIRONMENT, MAJOR, Nvcomp, SONAME, Search, Version};
+pub use library::{Nvcomp, Search};
 pub use options::{
     AnsCompress, AnsDecompress, Backend, BitcompCompress, CascadedCommon, CascadedCompress,
     CascadedDecompress, DataType, Lz4Compress, Lz4Decompress, NoOptions, PlainDecompress,
     SortingDecompress, WithAlgorithm,
 };
 pub use status::Status;
+pub use version::{ENVIRONMENT, MAJOR, SONAME, Version};
