@@ -29,6 +29,7 @@ mod predict;
 pub mod rank1;
 mod same;
 pub mod step;
+mod tensor;
 pub mod update;
 
 pub use blend::Blend;
@@ -36,10 +37,11 @@ pub use cast::Cast;
 pub use context::{ContextModel, Known, NoContexts};
 pub use exponent::Exponents;
 pub use parent::Parent;
-pub use predict::{InputKind, Predict, Predicted, Predictors, Tensor};
+pub use predict::{InputKind, Predict, Predicted, Predictors};
 pub use rank1::Rank1;
 pub use same::Same;
 pub use step::{Step, Steps};
+pub use tensor::Tensor;
 pub use update::{Update, Updates};
 
 /// Every predictor of this crate. This is the one list of them.

@@ -2,22 +2,10 @@
 
 use std::fmt::Debug;
 
-use s4_format::side::Side;
-use s4_format::{DType, Error, PredictorId, Result};
+use s4_format::{Error, PredictorId, Result};
 use s4_planes::Kernels;
 
-use crate::{ContextModel, NoContexts};
-
-/// The properties of the tensor whose values a predictor predicts.
-#[derive(Debug, Clone, Copy)]
-pub struct Tensor<'a> {
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Size of each dimension, in elements.
-    pub shape: &'a [u64],
-    /// Side data, as it is stored.
-    pub side: &'a Side,
-}
+use crate::{ContextModel, NoContexts, Tensor};
 
 /// A tensor that a predictor needs besides the one that it predicts. The plan names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
