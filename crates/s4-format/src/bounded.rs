@@ -11,7 +11,6 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use crate::limits::{MAX_ENTRIES, MAX_INPUTS, MAX_RANK, MAX_SCALARS};
-use crate::plan::Input;
 
 /// A map of at most [`MAX_ENTRIES`] entries.
 pub(crate) fn map<'de, D, V>(deserializer: D) -> Result<BTreeMap<String, V>, D::Error>
@@ -32,8 +31,12 @@ where
 }
 
 /// The inputs of a plan.
-pub(crate) fn inputs<'de, D: Deserializer<'de>>(d: D) -> Result<Vec<Input>, D::Error> {
-    List::<Input, MAX_INPUTS>::deserialize(d).map(|list| list.0)
+pub(crate) fn inputs<'de, D, I>(d: D) -> Result<Vec<I>, D::Error>
+where
+    D: Deserializer<'de>,
+    I: Deserialize<'de>,
+{
+    List::<I, MAX_INPUTS>::deserialize(d).map(|list| list.0)
 }
 
 /// A range in each dimension. It may be absent, but not `null`.
