@@ -22,13 +22,16 @@ mod table;
 mod words;
 
 pub use model::{Counts, cost, cost_with, entropy, entropy_of};
-pub use stream::TablePlace;
+pub use stream::{TablePlace, Tables};
 pub use table::{MAX_TABLES, Precision, Table, TableEntry, parse_tables, write_tables};
 
 use kernels::Decoding;
 use part::Part;
 use state::State;
-use stream::{CARRY_LEN, COUNT_LEN, LONG_SEGMENT_LOG2, SEGMENT_LOG2, START, STATES_LEN, Stream};
+use stream::{
+    CARRY_LEN, COUNT_LEN, LONG_SEGMENT_LOG2, SEGMENT_LOG2, START, STATES_LEN, Stream,
+    check_contexts,
+};
 
 /// Sparse streams of more symbols than this have long segments: there are still enough of them to
 /// run side by side, and symbols take so few bits that the fixed cost of a segment matters.
@@ -45,15 +48,6 @@ pub struct Rans {
     simd: Simd,
     /// Symbols of a segment that the encoder writes, as a power of two.
     segment_log2: u8,
-}
-
-/// The tables that a stream is coded with, and where they are stored.
-#[derive(Debug, Clone, Copy)]
-pub struct Tables<'a> {
-    /// 1 to [`MAX_TABLES`] tables of one precision.
-    pub list: &'a [Table],
-    /// The place where a decoder finds them.
-    pub place: TablePlace,
 }
 
 impl Rans {
@@ -180,18 +174,6 @@ impl Rans {
 
 /// Segments that are encoded side by side.
 const GROUP: usize = 4;
-
-/// Checks that there is a context below `tables` for each symbol, or none at all.
-fn check_contexts(contexts: &[u8], symbols: usize, tables: usize) -> Result<(), String> {
-    if !contexts.is_empty() && contexts.len() != symbols {
-        return Err(format!("{} contexts for {symbols} symbols", contexts.len()));
-    }
-    let largest = contexts.iter().fold(0, |a, &b| a.max(b));
-    if usize::from(largest) >= tables {
-        return Err(format!("context {largest} does not exist (number of tables: {tables})"));
-    }
-    Ok(())
-}
 
 impl Codec for Rans {
     fn id(&self) -> CodecId {

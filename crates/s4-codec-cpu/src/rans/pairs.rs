@@ -3,8 +3,8 @@
 
 use s4_format::{Error, Result};
 
-use super::scalar::{block_at, check_end, decode_escapes};
-use super::stream::{BLOCK, Carry, LANES, Segment};
+use super::scalar::{check_end, decode_escapes};
+use super::stream::{BLOCK, Carry, LANES, Segment, block_at};
 use super::table::{MAX_TABLES, Precision, Table};
 use super::words::{Spare, Words};
 

@@ -21,8 +21,7 @@ pub(super) struct Part<'a> {
 impl Part<'_> {
     /// The last block, padded, or `None` if the symbols fill it.
     pub(super) fn last_block(&self, padding: u8) -> Option<[u8; super::stream::BLOCK]> {
-        use super::scalar::block_at;
-        use super::stream::BLOCK;
+        use super::stream::{BLOCK, block_at};
 
         let start = self.symbols.len() / BLOCK * BLOCK;
         (start < self.symbols.len()).then(|| block_at(self.symbols, start, padding))

@@ -5,7 +5,7 @@ use s4_format::{Error, Result};
 
 use super::digits::reciprocal32;
 use super::part::Part;
-use super::stream::{BLOCK, CARRY_LEN, Carry, LANES, RUN, START, Segment};
+use super::stream::{BLOCK, CARRY_LEN, Carry, LANES, RUN, START, Segment, block_at};
 use super::table::Table;
 
 /// A symbol's parameters for the encoder.
@@ -88,15 +88,6 @@ impl Encoder {
         }
         Ok(())
     }
-}
-
-/// The block of `all` that starts at `start`, filled up with `padding`.
-pub(super) fn block_at(all: &[u8], start: usize, padding: u8) -> [u8; BLOCK] {
-    let mut block = [padding; BLOCK];
-    let rest = &all[start..];
-    let len = rest.len().min(BLOCK);
-    block[..len].copy_from_slice(&rest[..len]);
-    block
 }
 
 /// Words, emitted from the end of `bytes` towards its start.

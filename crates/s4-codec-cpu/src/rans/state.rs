@@ -3,9 +3,8 @@
 use s4_format::{Error, Result};
 
 use super::model::{Counts, cost};
-use super::stream::{Carry, TablePlace};
+use super::stream::{Carry, TablePlace, Tables, check_contexts};
 use super::table::{MAX_TABLES, Precision, Table, parse_tables};
-use super::{Tables, check_contexts};
 use crate::Symbols;
 
 /// Sets of shared tables that are remembered: one for each plane of a layout.

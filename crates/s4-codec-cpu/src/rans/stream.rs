@@ -40,6 +40,15 @@ pub enum TablePlace {
     Shared,
 }
 
+/// The tables that a stream is coded with, and where they are stored.
+#[derive(Debug, Clone, Copy)]
+pub struct Tables<'a> {
+    /// 1 to [`MAX_TABLES`] tables of one precision.
+    pub list: &'a [Table],
+    /// The place where a decoder finds them.
+    pub place: TablePlace,
+}
+
 /// The most words that one lane emits in one block: one for each renormalisation of its symbols,
 /// and one for every second escape, because an escape's value takes 8 bits.
 fn max_words(precision: Precision) -> usize {
@@ -102,6 +111,27 @@ pub(super) fn pad(at: usize, dst: &mut [u8]) -> usize {
     let next = at.next_multiple_of(ALIGN);
     dst[at..next].fill(0);
     next
+}
+
+/// The block of `all` that starts at `start`, filled up with `padding`.
+pub(super) fn block_at(all: &[u8], start: usize, padding: u8) -> [u8; BLOCK] {
+    let mut block = [padding; BLOCK];
+    let rest = &all[start..];
+    let len = rest.len().min(BLOCK);
+    block[..len].copy_from_slice(&rest[..len]);
+    block
+}
+
+/// Checks that there is a context below `tables` for each symbol, or none at all.
+pub(super) fn check_contexts(contexts: &[u8], symbols: usize, tables: usize) -> Result<(), String> {
+    if !contexts.is_empty() && contexts.len() != symbols {
+        return Err(format!("{} contexts for {symbols} symbols", contexts.len()));
+    }
+    let largest = contexts.iter().fold(0, |a, &b| a.max(b));
+    if usize::from(largest) >= tables {
+        return Err(format!("context {largest} does not exist (number of tables: {tables})"));
+    }
+    Ok(())
 }
 
 /// A stream whose head has been read and whose segments are known to lie within it.

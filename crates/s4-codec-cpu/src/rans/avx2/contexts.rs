@@ -5,8 +5,8 @@ use std::arch::x86_64::*;
 use s4_format::{Error, Result};
 
 use super::super::part::Part;
-use super::super::scalar::{block_at, put_escapes};
-use super::super::stream::{BLOCK, LANES, RUN};
+use super::super::scalar::put_escapes;
+use super::super::stream::{BLOCK, LANES, RUN, block_at};
 use super::super::table::{MAX_TABLES, Table};
 use super::encode::{Code, Codes, look_up, most_block, put_one, put_two};
 use super::{VECTORS, WIDTH, load, store};

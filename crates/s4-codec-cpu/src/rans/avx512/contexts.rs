@@ -7,8 +7,7 @@ use s4_format::{Error, Result};
 
 use super::super::digits::reciprocal;
 use super::super::part::Part;
-use super::super::scalar::block_at;
-use super::super::stream::{BLOCK, LANES, RUN};
+use super::super::stream::{BLOCK, LANES, RUN, block_at};
 use super::super::table::{MAX_TABLES, Table};
 use super::encode::{MOST_BLOCK, SegmentEncoder, States, Symbol, no_room};
 use super::transpose::{load, to_steps};
