@@ -10,8 +10,8 @@ use s4_format::CodecId;
 use s4_format::limits::ALIGN;
 use s4_predict::Tensor;
 
-use super::Host;
 use super::error::{CudaError, Of, Result};
+use super::host::Host;
 use super::job::{Batch, Filled, FrameJob, Frames, check};
 use super::nvcomp::Trusted;
 use super::route::{decode_route, position};

@@ -14,16 +14,15 @@ use s4_format::limits::ALIGN;
 use s4_format::{CodecId, StreamEntry};
 use s4_predict::Tensor;
 
-use group::{Check, Group, Member, PER_CHECK, PER_CHUNK, Room, SPAN, TOTAL};
+use group::{Check, Decoding, Group, Member, PER_CHECK, PER_CHUNK, Room, SPAN, TOTAL, result_of};
 use homes::OpenPiece;
-use inputs::{Decoding, open_inputs};
 
 use super::error::{CudaError, Of, Result};
+use super::host::{Counters, Host};
 use super::parent::{self, LevelPlaces};
 use super::route::{PlanFields, codings, encode_route, largest_coded, position};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session, Sizes};
-use super::{Counters, Host};
 use crate::encode::plain;
 use crate::engine::{Chunk, ChunkQueue};
 use crate::inputs::missing_moments;
@@ -89,7 +88,7 @@ impl<'a> EncodeQueue<'a> {
                 self.free.push(slot);
                 return Ok(());
             }
-            open_inputs(&mut group, inputs)?;
+            group.open_inputs(inputs)?;
             self.open_moments(&mut group, inputs)?;
             let decoding = self.upload_inputs(&mut group)?;
             self.start(&group, decoding)?;
@@ -622,15 +621,6 @@ impl<'a> EncodeQueue<'a> {
 /// Whether a plan predicts from a tensor of the same checkpoint.
 fn plan_has_own_input(plan: &TensorPlan) -> bool {
     plan.plan.own_input().is_some()
-}
-
-/// The kernels' result for a chunk.
-fn result_of(session: &Session<'_>, group: &Group<'_>, member: &Member) -> EncodeResult {
-    let size = size_of::<EncodeResult>();
-    let results = (group.places().2 + TOTAL) as usize;
-    let at = session.pinned_meta() + results + member.at * size;
-    // SAFETY: the copy that wrote it is done.
-    bytemuck::pod_read_unaligned(unsafe { session.worker.slots[group.slot].pinned.slice(at, size) })
 }
 
 /// Whether the kernels encoded a chunk and, if it has an input, decoded the input's frames or found

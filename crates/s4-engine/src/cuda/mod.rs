@@ -15,6 +15,7 @@ mod encode;
 mod error;
 mod feed;
 mod fetch;
+mod host;
 mod host_copies;
 mod job;
 pub(crate) mod nvcomp;
@@ -58,10 +59,10 @@ use crate::threads::lock;
 use crate::{CpuEngine, Inputs, Preset, TensorPlan};
 use encode::EncodeQueue;
 use error::Of;
+use host::{Counters, Host};
 use host_copies::HostMemory;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
-use plan::device_memory;
 use worker::{ENOUGH_TO_DECODE, ENOUGH_TO_ENCODE, Session, Task, Work, Worker};
 
 /// Limits on the engine's memory, and its vector instructions.
@@ -96,21 +97,6 @@ pub struct Chunks {
     pub host: u64,
     /// By the CPU, because the kernels refused them: damaged frames.
     pub refused: u64,
-}
-
-/// Counts chunks while an engine works.
-#[derive(Debug, Default)]
-struct Counters {
-    device: AtomicU64,
-    host: AtomicU64,
-    refused: AtomicU64,
-}
-
-/// The CPU engine, and what all devices share.
-struct Host {
-    cpu: CpuEngine,
-    chunks: Counters,
-    pieces: Pieces,
 }
 
 /// Encodes and decodes on CUDA devices. Calls that use one device wait for each other.
@@ -534,4 +520,10 @@ fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
             Err(Error::unsupported(what)).of(tensor)
         }
     }
+}
+
+/// The device memory that a tensor is in.
+fn device_memory(t: &TensorValues<'_>) -> Result<DeviceMemory> {
+    let on_host = || GpuError::Argument("values are in host memory, not on a CUDA device".into());
+    Ok(t.values.memory().ok_or_else(on_host)?)
 }

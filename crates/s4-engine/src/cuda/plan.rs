@@ -5,14 +5,13 @@ use std::ops::Range;
 use std::sync::OnceLock;
 
 use rayon::ThreadPool;
-use s4_codec_gpu::GpuError;
 use s4_format::Error;
 use s4_predict::rank1::{Expected, Grid};
 
-use super::CudaEngine;
 use super::error::{CudaError, Result};
 use super::fetch::{self, Rows};
 use super::worker::{Session, Task};
+use super::{CudaEngine, device_memory};
 use crate::engine::{TensorValues, each};
 use crate::error::TensorError;
 use crate::planner::{Sample, TensorFacts};
@@ -329,10 +328,4 @@ fn rows_of<E>(given: &Given<'_, E>, tensor: usize, grid: Option<&Grid>) -> Resul
         rows.extend(Rows::of(memory, width, grid.ranges())?);
     }
     Ok(rows)
-}
-
-/// The device memory that a tensor is in.
-pub(super) fn device_memory(t: &TensorValues<'_>) -> Result<DeviceMemory> {
-    let on_host = || GpuError::Argument("values are in host memory, not on a CUDA device".into());
-    Ok(t.values.memory().ok_or_else(on_host)?)
 }

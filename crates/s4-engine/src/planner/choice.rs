@@ -5,7 +5,6 @@ use s4_format::side::SideKind;
 use s4_format::{DType, LayoutId, PredictorId, ResidualId};
 use s4_predict::{Step, Update};
 
-use super::TensorFacts;
 use super::coding::{KnownPlane, PlannedPlane, RememberedPlane};
 use super::update::Shape;
 use crate::{Preset, TensorPlan};
@@ -94,10 +93,10 @@ pub(super) fn known_planes(planes: &[PlannedPlane]) -> [Option<KnownPlane>; MAX_
 }
 
 impl Choice {
-    /// Records a plan, the findings about its planes, and the estimated bits of the sample with the plan and without a
-    /// parent.
+    /// Records a tensor's facts (`TensorFacts::remembered`), its plan, the findings about its planes, and the estimated
+    /// bits of the sample with the plan and without a parent.
     pub(super) fn of(
-        about: &TensorFacts<'_>,
+        (preset, dtype, values, offsets): (Preset, DType, u64, bool),
         (planned, planes, shape): (&TensorPlan, [Option<KnownPlane>; MAX_PLANES], Option<Shape>),
         (bits, alone): (u64, u64),
     ) -> Self {
@@ -112,18 +111,16 @@ impl Choice {
             (PredictorId::PARENT, _) => Method::Contexts,
             _ => Method::Direct,
         };
-        let (dtype, values, layout) = (about.dtype, about.values(), plan.layout);
         let side = |kind| planned.side.get(kind);
         let (update, step) = match method {
             Method::Update => (Update::parse(side(SideKind::CONTEXTS)).ok(), None),
             Method::Step => (None, Step::parse(side(SideKind::STEP)).ok()),
             _ => (None, None),
         };
-        let (offsets, of) = (about.has_offsets, ChosenFor::Same);
         Self {
-            preset: about.preset,
+            preset,
             method,
-            layout,
+            layout: plan.layout,
             dtype,
             values,
             bits,
@@ -133,13 +130,13 @@ impl Choice {
             update,
             shape,
             step,
-            of,
+            of: ChosenFor::Same,
         }
     }
 
-    /// The same, made by comparing all that was compared for `about`.
-    pub(super) fn compared_as(self, about: &TensorFacts<'_>) -> Self {
-        Self { offsets: about.has_offsets, ..self }
+    /// The same, for which row and column offsets were compared, too, or were not.
+    pub(super) fn compared_as(self, offsets: bool) -> Self {
+        Self { offsets, ..self }
     }
 
     /// The same for a later checkpoint at the same distance to its parent.
@@ -227,8 +224,8 @@ impl Choice {
     }
 
     /// Whether it was made for a tensor of this dtype and number of values.
-    pub(super) fn fits(&self, about: &TensorFacts<'_>) -> bool {
-        (self.dtype, self.values) == (about.dtype, about.values())
+    pub(super) fn fits(&self, dtype: DType, values: u64) -> bool {
+        (self.dtype, self.values) == (dtype, values)
     }
 
     /// Whether it was made at another distance to the parent.

@@ -79,7 +79,7 @@ impl CpuEngine {
         };
         let (bits, planes, shape) = (delta.bits(), known_planes(&delta.best.planes), delta.shape);
         let plan = delta.plan(about, parent)?;
-        let choice = Choice::of(about, (&plan, planes, shape), (bits, least));
+        let choice = Choice::of(about.remembered(), (&plan, planes, shape), (bits, least));
         let mut plan = TensorPlan { choice: Some(choice), ..plan };
         if sample.values.len() == about.bytes && plan.plan.residual != ResidualId::XOR {
             let fast = TensorFacts { preset: Preset::Fast, ..*about };
@@ -130,7 +130,7 @@ impl CpuEngine {
         }
         let (bits, planes, shape) = (made.bits(), known_planes(&made.best.planes), made.shape);
         let plan = made.plan(again, parent)?;
-        let now = Choice::of(about, (&plan, planes, shape), (bits, bits));
+        let now = Choice::of(about.remembered(), (&plan, planes, shape), (bits, bits));
         Ok(Again::Holds(Box::new(TensorPlan { choice: Some(choice.renewed(now)), ..plan })))
     }
 

@@ -7,12 +7,14 @@ use s4_format::dtype::ElementForm;
 use s4_format::{DType, LayoutId, Result};
 use s4_predict::{ContextModel, Known, Tensor};
 
+use super::allowed::allowed;
 use super::coding::{
     PlannedPlane, bits_of_signs, by_own_tables, choose, choose_in_context, expect_changes,
     precision,
 };
 use super::counted::{CountedPlane, symbols_of};
-use super::{TensorFacts, allowed, sample};
+use super::facts::TensorFacts;
+use super::sample;
 use crate::chunk::{chunk_log2, repeats};
 use crate::planes::Layout;
 use crate::scratch::sized;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rayon::ThreadPool;
 use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
 use s4_format::dtype::ElementForm;
-use s4_format::manifest::{RoleKind, TensorRole};
+use s4_format::manifest::TensorRole;
 use s4_format::offsets::stored_len;
 use s4_format::side::{Side, SideKind};
 use s4_format::{DType, Digest, Error, LayoutId, Plan, Result};
@@ -16,21 +16,28 @@ use crate::engine::{each, fills};
 use crate::scratch::width_of;
 use crate::{CpuEngine, EncodeJob, Inputs, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
+mod allowed;
 mod blend;
 mod choice;
 mod coding;
 mod counted;
 mod difference;
+mod facts;
 mod layout;
 mod sample;
 mod step;
 mod update;
 
+pub(crate) use allowed::allowed;
+pub use allowed::makes_copies;
+#[cfg(feature = "cuda")]
+pub(crate) use allowed::makes_offsets;
 pub use blend::expected_of;
 pub use choice::Choice;
 use choice::{Method, known_planes};
 use coding::precision;
 pub(crate) use counted::Counted;
+pub(crate) use facts::TensorFacts;
 use layout::{Candidate, SampleKind};
 use sample::gather;
 pub use sample::parent_probes;
@@ -49,42 +56,6 @@ const MOMENT: u64 = 20;
 /// A prediction from rows and columns must save one part in this many of the unpredicted values'
 /// bits: it is more work.
 const RANK1_GAIN: u64 = 128;
-/// The predictors that may be planned. Every reader decodes all of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Allowed {
-    /// Rows and columns.
-    pub(crate) rank1: bool,
-    /// Rows and columns, with a share of the parent.
-    pub(crate) blend: bool,
-    /// The difference from a parent, taken in the order of values.
-    pub(crate) sub: bool,
-    /// Such differences with the parent's exponents as contexts.
-    pub(crate) contexts: bool,
-    /// Such differences with contexts from the optimizer's update.
-    pub(crate) update: bool,
-    /// Such differences from what the optimizer's step makes of the parent.
-    pub(crate) step: bool,
-    /// Copies of other tensors, exact or rounded.
-    pub(crate) copies: bool,
-}
-
-/// The one place that says which preset uses which predictor.
-pub(crate) fn allowed(preset: Preset) -> Allowed {
-    let all = matches!(preset, Preset::Balanced | Preset::Small);
-    Allowed { rank1: all, blend: all, sub: all, contexts: all, update: all, step: all, copies: all }
-}
-
-/// Whether tensors may be predicted from rows and columns.
-#[cfg(feature = "cuda")]
-pub(crate) fn makes_offsets(preset: Preset) -> bool {
-    allowed(preset).rank1
-}
-
-/// Whether tensors that are copies of others, exact or rounded, are predicted from them. The caller
-/// that writes several tensors finds the copies.
-pub fn makes_copies(preset: Preset) -> bool {
-    allowed(preset).copies
-}
 
 /// [`Inputs::expected`] of some tensors, if the preset has a use for it. For each, its parent's side data may have to be
 /// read and parsed.
@@ -136,109 +107,6 @@ impl<'a> PlanJob<'a> {
     /// A tensor without a parent, role or earlier choice.
     pub fn new(preset: Preset, view: &'a TensorView<'a>) -> Self {
         Self { preset, view, parent: None, role: None, choice: None }
-    }
-}
-
-/// Facts about a tensor that are known before its values are sampled.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct TensorFacts<'a> {
-    pub(crate) preset: Preset,
-    pub(crate) dtype: DType,
-    pub(crate) shape: &'a [u64],
-    pub(crate) bytes: usize,
-    pub(crate) role: Option<RoleKind>,
-    /// The constant that its optimizer adds to the roots of second moments, if it is known.
-    pub(crate) epsilon: Option<f64>,
-    /// The earlier choice, if it was made for a tensor of this kind.
-    pub(crate) choice: Option<Choice>,
-    /// Whether row and column offsets were computed for it.
-    has_offsets: bool,
-    /// Whether chunks with tables of their own are considered, however few there are.
-    own_tables: bool,
-    /// The choice being tried again: values are only sampled in its layout.
-    again: Option<Choice>,
-}
-
-impl<'a> TensorFacts<'a> {
-    /// For a tensor of `bytes` bytes; `choice` is dropped if it does not fit.
-    pub(crate) fn new(
-        preset: Preset,
-        (dtype, shape, bytes): (DType, &'a [u64], usize),
-        role: Option<TensorRole<'_>>,
-        choice: Option<Choice>,
-    ) -> Self {
-        let epsilon = role.and_then(|r| r.scalars()?.get("eps").copied());
-        let role = role.map(|r| r.row.kind);
-        let about = Self {
-            preset,
-            dtype,
-            shape,
-            bytes,
-            role,
-            epsilon,
-            choice: None,
-            has_offsets: false,
-            own_tables: false,
-            again: None,
-        };
-        Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
-    }
-
-    /// The same, with a choice to try again, by the rules that it was made by.
-    fn again(self, choice: Choice) -> Self {
-        Self { choice: None, again: Some(choice), preset: choice.preset, ..self }
-    }
-
-    /// The same, with these row and column offsets. A choice made for another tensor that had none
-    /// is dropped if this one has some.
-    fn with_offsets(self, offsets: Option<&[u8]>) -> Self {
-        let has_offsets = offsets.is_some();
-        let unlike = |choice: &Choice| has_offsets && choice.knows_no_offsets();
-        Self { choice: self.choice.filter(|choice| !unlike(choice)), has_offsets, ..self }
-    }
-
-    /// The same, without an earlier choice.
-    fn without_choice(self) -> Self {
-        Self { choice: None, ..self }
-    }
-}
-
-impl TensorFacts<'_> {
-    fn width(&self) -> usize {
-        self.dtype.value_width()
-    }
-
-    pub(crate) fn values(&self) -> u64 {
-        (self.bytes / self.width()) as u64
-    }
-
-    /// Values in each run of a sample.
-    fn run(&self) -> u64 {
-        sample::probe(self.values())
-    }
-
-    /// Whether its chunks share tables.
-    fn shares_tables(&self) -> bool {
-        self.values() > 1 << chunk_log2(self.dtype)
-    }
-
-    /// Whether row and column offsets may be worth it, which they are not for weights.
-    fn may_have_offsets(&self) -> bool {
-        let floats = self.dtype.form() == ElementForm::Float
-            && self.dtype.size() == self.dtype.value_width();
-        let weight = matches!(self.role, Some(RoleKind::Weight | RoleKind::Master));
-        allowed(self.preset).rank1 && floats && !weight
-    }
-
-    /// Whether it has so many chunks that a sample takes values from several of them.
-    fn is_long(&self) -> bool {
-        self.values() >> chunk_log2(self.dtype) >= sample::MANY_CHUNKS
-    }
-
-    /// The number of chunks, if it is considered that each may have tables of its own.
-    fn chunks_with_own_tables(&self) -> Option<u64> {
-        let considered = self.own_tables || self.is_long();
-        considered.then(|| self.values().div_ceil(1 << chunk_log2(self.dtype)))
     }
 }
 
@@ -344,7 +212,7 @@ impl CpuEngine {
         let planes = known_planes(best.as_ref().map_or(&[], |best| &best.planes));
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
         let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
-        let now = Choice::of(about, (&plan, planes, None), (bits, bits));
+        let now = Choice::of(about.remembered(), (&plan, planes, None), (bits, bits));
         if let Some(choice) = about.choice {
             return Ok(TensorPlan { choice: Some(choice.renewed(now)), ..plan });
         }
@@ -418,7 +286,7 @@ impl CpuEngine {
         if size(&plan)? <= size(&simpler)? {
             return Ok(plan);
         }
-        let choice = simpler.choice.map(|choice| choice.compared_as(about));
+        let choice = simpler.choice.map(|choice| choice.compared_as(about.has_offsets));
         Ok(TensorPlan { choice, ..simpler })
     }
 

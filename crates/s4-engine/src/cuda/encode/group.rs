@@ -1,12 +1,17 @@
 //! Chunks that are encoded together.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
+use s4_codec_gpu::DecodeBatch;
 use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, Route};
 use s4_format::limits::ALIGN;
 
-use super::homes::Home;
 use crate::Input;
+use crate::cuda::parent::LevelPlaces;
+use crate::cuda::pieces::Piece;
 use crate::cuda::sets::{Extra, SetPlace};
+use crate::cuda::worker::Session;
 
 /// A chunk of a group.
 #[derive(Clone, Copy, Default)]
@@ -77,6 +82,24 @@ pub(super) struct Group<'a> {
     /// there; the others, which follow on the device, are in the slot.
     pub(super) sent: bool,
     pub(super) homes: Vec<Home>,
+}
+
+/// Consecutive frames of a group in a piece.
+pub(super) struct Home {
+    pub(super) piece: Arc<Piece>,
+    /// Their offset in the piece.
+    pub(super) at: usize,
+    /// Their start and end among the frames on the device.
+    pub(super) first: u64,
+    pub(super) end: u64,
+    /// The bytes that callers get, once all frames have arrived.
+    pub(super) bytes: Bytes,
+}
+
+/// The batches that decode a group's parents.
+pub(super) struct Decoding {
+    pub(super) batches: Vec<DecodeBatch>,
+    pub(super) places: LevelPlaces,
 }
 
 /// A copy of values that is checked against the stored ones.
@@ -202,4 +225,13 @@ impl<'a> Group<'a> {
             }
         }
     }
+}
+
+/// The kernels' result for a chunk.
+pub(super) fn result_of(session: &Session<'_>, group: &Group<'_>, member: &Member) -> EncodeResult {
+    let size = size_of::<EncodeResult>();
+    let results = (group.places().2 + TOTAL) as usize;
+    let at = session.pinned_meta() + results + member.at * size;
+    // SAFETY: the copy that wrote it is done.
+    bytemuck::pod_read_unaligned(unsafe { session.worker.slots[group.slot].pinned.slice(at, size) })
 }

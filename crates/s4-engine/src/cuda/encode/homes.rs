@@ -9,7 +9,7 @@ use s4_codec_gpu::Device;
 use s4_codec_gpu::abi::{EncodeResult, status};
 use s4_format::limits::{ALIGN, MAX_CHUNK_BYTES};
 
-use super::{Group, result_of};
+use super::group::{Group, Home, result_of};
 use crate::cuda::pieces::{Frames, Piece, Pieces};
 use crate::cuda::worker::Session;
 
@@ -17,18 +17,6 @@ use crate::cuda::worker::Session;
 const LARGEST: u64 = MAX_CHUNK_BYTES as u64;
 /// Smaller pieces are not relied on: too large a part of each may be left over at its end.
 const LEAST_PIECE: u64 = 4 * LARGEST;
-
-/// Consecutive frames of a group in a piece.
-pub(super) struct Home {
-    pub(super) piece: Arc<Piece>,
-    /// Their offset in the piece.
-    pub(super) at: usize,
-    /// Their start and end among the frames on the device.
-    pub(super) first: u64,
-    pub(super) end: u64,
-    /// The bytes that callers get, once all frames have arrived.
-    bytes: Bytes,
-}
 
 /// The piece that is being filled, and those to fill next.
 #[derive(Default)]

@@ -5,24 +5,19 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use s4_codec_gpu::abi;
-use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
+use s4_codec_gpu::{GpuError, Pinned};
 use s4_format::limits::ALIGN;
 
-use super::{Check, EncodeQueue, Group, Member, PER_CHECK, Room};
+use super::EncodeQueue;
+use super::group::{Check, Decoding, Group, Member, PER_CHECK, Room};
 use crate::cuda::error::{CudaError, Of, Result};
-use crate::cuda::parent::{self, LevelPlaces, Levels, Target};
+use crate::cuda::parent::{self, Levels, Target};
 use crate::cuda::worker::Slot;
 use crate::engine::each;
 use crate::inputs::{
     Input, InputFrame, InputSize, Inputs, decode_frames, missing, missing_moments,
 };
 use crate::moments::{Cover, Moment};
-
-/// The batches that decode a group's parents.
-pub(super) struct Decoding {
-    pub(super) batches: Vec<DecodeBatch>,
-    pub(super) places: LevelPlaces,
-}
 
 impl<'a> EncodeQueue<'a> {
     /// Whether a parent of this size can be decoded in one slot; otherwise the CPU decodes it.
@@ -366,7 +361,38 @@ impl<'a> EncodeQueue<'a> {
     }
 }
 
-impl Group<'_> {
+impl<'a> Group<'a> {
+    /// Opens the inputs of its chunks.
+    pub(super) fn open_inputs<E: From<CudaError>>(
+        &mut self,
+        inputs: &'a dyn Inputs<E>,
+    ) -> Result<(), E> {
+        let all = 0..self.members.len();
+        let with_input: Vec<_> = all.filter(|&i| self.members[i].scale > 0).collect();
+        if with_input.is_empty() {
+            return Ok(());
+        }
+        let name = |&i: &usize| (self.members[i].tensor, self.members[i].chunk);
+        let names: Vec<_> = with_input.iter().map(name).collect();
+        let opened = inputs.open(&names)?;
+        if opened.len() != names.len() {
+            let what = format!("got {} inputs for {} chunks", opened.len(), names.len());
+            return Err(CudaError::from(GpuError::Argument(what)).into());
+        }
+        self.inputs.resize_with(self.members.len(), || None);
+        for ((number, (tensor, chunk)), input) in with_input.into_iter().zip(names).zip(opened) {
+            self.add_checks(number, &input)?;
+            self.inputs[number] = Some(match input {
+                Input::Late => {
+                    let mut buffer = vec![];
+                    Input::Host(Bytes::copy_from_slice(inputs.read(tensor, chunk, &mut buffer)?))
+                }
+                other => other,
+            });
+        }
+        Ok(())
+    }
+
     /// Adds checks that copy and sum the values of an input that may change.
     fn add_checks(&mut self, number: usize, input: &Input<'_>) -> Result<()> {
         let member = &mut self.members[number];
@@ -391,37 +417,6 @@ impl Group<'_> {
         }
         Ok(())
     }
-}
-
-/// Opens the inputs of a group's chunks.
-pub(super) fn open_inputs<'a, E: From<CudaError>>(
-    group: &mut Group<'a>,
-    inputs: &'a dyn Inputs<E>,
-) -> Result<(), E> {
-    let all = 0..group.members.len();
-    let with_input: Vec<_> = all.filter(|&i| group.members[i].scale > 0).collect();
-    if with_input.is_empty() {
-        return Ok(());
-    }
-    let name = |&i: &usize| (group.members[i].tensor, group.members[i].chunk);
-    let names: Vec<_> = with_input.iter().map(name).collect();
-    let opened = inputs.open(&names)?;
-    if opened.len() != names.len() {
-        let what = format!("got {} inputs for {} chunks", opened.len(), names.len());
-        return Err(CudaError::from(GpuError::Argument(what)).into());
-    }
-    group.inputs.resize_with(group.members.len(), || None);
-    for ((number, (tensor, chunk)), input) in with_input.into_iter().zip(names).zip(opened) {
-        group.add_checks(number, &input)?;
-        group.inputs[number] = Some(match input {
-            Input::Late => {
-                let mut buffer = vec![];
-                Input::Host(Bytes::copy_from_slice(inputs.read(tensor, chunk, &mut buffer)?))
-            }
-            other => other,
-        });
-    }
-    Ok(())
 }
 
 /// Bytes that one copy takes to a slot's memory on the device: where from, and where to.

@@ -18,9 +18,9 @@ use s4_format::limits::ALIGN;
 use super::layout::{Load, Places, plane_sizes};
 use super::library::{Library, WRITERS};
 use crate::EncodedFrame;
-use crate::cuda::Host;
 use crate::cuda::encode::{bad_answer, encoded};
 use crate::cuda::error::{Of, Result};
+use crate::cuda::host::Host;
 use crate::cuda::worker::{SLOTS, Session};
 use crate::engine::{Chunk, ChunkQueue};
 
