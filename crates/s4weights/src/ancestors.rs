@@ -12,11 +12,10 @@ use s4_format::side::Side;
 use s4_format::{DType, Digest};
 
 use crate::error::{At, Error, ParentProblem, Result};
-use crate::fetch::Want;
 use crate::io::LOCAL_REQUEST;
-use crate::options::Meter;
 use crate::parent::{Parent, ParentRange, ParentTensor, Snapshot, SnapshotTensor};
-use crate::reader::Reader;
+use crate::progress::Meter;
+use crate::reader::{Reader, Want};
 
 impl Reader {
     /// Hash of the parent's manifest, if this checkpoint is a delta.

@@ -7,9 +7,9 @@
 use std::collections::HashSet;
 
 use crate::error::{At, Error, Result};
-use crate::fetch::Want;
-use crate::options::{Meter, thread_count};
-use crate::reader::Reader;
+use crate::parallel::thread_count;
+use crate::progress::Meter;
+use crate::reader::{Reader, Want};
 
 impl Reader {
     /// As [`Reader::read_into`], for buffers that hold the tensors' values in the parent. Tensors

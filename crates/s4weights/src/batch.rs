@@ -2,7 +2,7 @@
 
 use s4_engine::{Moment, TensorValues};
 
-use crate::write::TensorSource;
+use crate::tensor_source::TensorSource;
 
 /// Tensors with chunks of their own, to be written together: all in host memory, or all on devices.
 #[derive(Default)]

@@ -1,4 +1,4 @@
-//! Reusable buffers of many megabytes. The system hands out new memory page by page and zeroes each
+//! Reusable buffers, most of many megabytes. The system hands out new memory page by page and zeroes each
 //! page, which costs at least as much as copying into it.
 
 #![expect(unsafe_code, reason = "advice about memory, and memory that threads fill")]
@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, Weak};
 use bytes::Bytes;
 use rayon::ThreadPool;
 use rayon::prelude::*;
+use s4_engine::Scratch;
 
 use crate::parallel::lock;
 
@@ -46,6 +47,29 @@ pub(crate) fn append(to: &mut Vec<u8>, parts: &[&[u8]], pool: Option<&ThreadPool
     });
     // SAFETY: there is room for these bytes, and each was written.
     unsafe { to.set_len(to.len() + bytes) };
+}
+
+/// Buffers of one thread that decodes.
+#[derive(Default)]
+pub(crate) struct Buffers {
+    pub(crate) scratch: Scratch,
+    pub(crate) span: Vec<u8>,
+    pub(crate) chunk: Vec<u8>,
+}
+
+impl Buffers {
+    /// Memory for a frame, and what decodes it.
+    pub(crate) fn frame(&mut self, len: usize) -> (&mut [u8], &mut Scratch) {
+        (sized(&mut self.span, len), &mut self.scratch)
+    }
+}
+
+/// The first `len` bytes of a buffer, which grows if necessary.
+pub(crate) fn sized(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
+    if buffer.len() < len {
+        buffer.resize(len, 0);
+    }
+    &mut buffer[..len]
 }
 
 /// Idle buffers, kept for their next use. On Linux, the system may reclaim their memory after

@@ -6,7 +6,7 @@ use s4_format::Digest;
 
 use crate::error::{Error, Result};
 use crate::reader::{Reader, TensorInfo};
-use crate::write::TensorSource;
+use crate::tensor_source::TensorSource;
 use crate::writer::{Contents, Writer, Written};
 
 /// Bytes of values that are in memory at once, unless one tensor is larger.

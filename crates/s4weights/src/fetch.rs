@@ -10,11 +10,12 @@ use s4_engine::{DecodeJob, InputValues, Scratch};
 use s4_format::index::TensorKind;
 use s4_format::{ChunkRecord, Plan};
 
+use crate::buffers::{Buffers, sized};
 use crate::error::{At, Error, Result};
 use crate::io;
-use crate::options::{Meter, thread_count};
-use crate::parallel::{CONNECTIONS, lock, pool, worth};
-use crate::reader::{LoadedBlock, Reader};
+use crate::parallel::{CONNECTIONS, lock, pool, thread_count, worth};
+use crate::progress::Meter;
+use crate::reader::{LoadedBlock, Reader, Want};
 use crate::spans::{Part, Span};
 
 /// Maximum bytes of a request where requests are cheap, so that its data is still in a core's cache when it is
@@ -30,14 +31,6 @@ const THREAD_BYTES: u64 = 512 << 10;
 /// Most work that filling and copying values adds to one request where requests are cheap: one chunk
 /// that is predicted from another tensor, or some four that are hardly more than records.
 const LOCAL_VALUES: u64 = 640 << 10;
-
-/// Bytes of a tensor that are wanted.
-pub(crate) struct Want<'a> {
-    pub(crate) tensor: usize,
-    /// First byte within the tensor.
-    pub(crate) first: u64,
-    pub(crate) to: &'a mut [u8],
-}
 
 /// Bytes of a decoded chunk, from an offset on, and where they go.
 struct Piece<'a> {
@@ -81,12 +74,6 @@ impl OwnInputValues<'_> {
     }
 }
 
-impl<'a> Want<'a> {
-    fn reborrow(&mut self) -> Want<'_> {
-        Want { tensor: self.tensor, first: self.first, to: &mut *self.to }
-    }
-}
-
 impl Job<'_> {
     /// The cost of its values beyond its stored bytes, as the number of stored bytes that take equally long to
     /// decode: all values are written, and those that it is predicted from are read or decoded first. A chunk of
@@ -101,29 +88,6 @@ impl Job<'_> {
     pub(crate) fn is_whole(&self) -> bool {
         matches!(self.pieces.as_slice(), [piece] if piece.to.len() == self.bytes)
     }
-}
-
-/// Buffers of one thread.
-#[derive(Default)]
-pub(crate) struct Buffers {
-    scratch: Scratch,
-    span: Vec<u8>,
-    chunk: Vec<u8>,
-}
-
-impl Buffers {
-    /// Memory for a frame, and what decodes it.
-    pub(crate) fn frame(&mut self, len: usize) -> (&mut [u8], &mut Scratch) {
-        (sized(&mut self.span, len), &mut self.scratch)
-    }
-}
-
-/// The first `len` bytes of a buffer, which grows if necessary.
-fn sized(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
-    if buffer.len() < len {
-        buffer.resize(len, 0);
-    }
-    &mut buffer[..len]
 }
 
 impl Reader {

@@ -19,9 +19,9 @@ use crate::batch::Batch;
 use crate::close::{Closed, WORTH_A_THREAD};
 use crate::copies::{self, Candidates, Looks, Original};
 use crate::error::Result;
-use crate::options::{Meter, thread_count};
-use crate::parallel::{Pools, join, pool, spawn, worth};
+use crate::parallel::{Pools, join, pool, spawn, thread_count, worth};
 use crate::pipeline::Coded;
+use crate::progress::Meter;
 use crate::write::{Awaited, Registered};
 use crate::writer::Writer;
 
@@ -495,7 +495,7 @@ mod tests {
     use s4_format::DType;
 
     use super::*;
-    use crate::write::TensorSource;
+    use crate::tensor_source::TensorSource;
 
     fn tensor<'a>(t: &Registered<'a>) -> TensorValues<'a> {
         let TensorSource { dtype, shape, values, .. } = t.source;

@@ -37,6 +37,7 @@
 #![deny(unsafe_code)]
 
 mod adopt;
+mod adopted;
 mod adversarial;
 mod alike;
 mod ancestors;
@@ -70,6 +71,7 @@ mod parent;
 mod partial;
 mod pipeline;
 mod planning;
+mod progress;
 mod reader;
 mod recall;
 mod report;
@@ -77,6 +79,7 @@ mod roles;
 mod slice;
 mod spans;
 pub mod store;
+mod tensor_source;
 mod verify;
 mod write;
 mod writer;
@@ -87,12 +90,10 @@ pub use interrupt::Interrupt;
 pub use io::{ReadAt, Sink, Source, StorageOptions, Target, check_storage_options};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
 pub use objects::{DataObject, ObjectOptions, ObjectSink, ObjectSource};
-pub use options::{
-    CodingFn, DEFAULT_MAX_CHAIN, OwnCodecs, Progress, ProgressFn, ReadOptions, StagedFn,
-    WriteOptions,
-};
-pub use parent::{MemoryParent, Parent, ParentRange, ParentResolver, ParentTensor, Snapshot};
-pub use reader::{Reader, TensorInfo};
+pub use options::{CodingFn, DEFAULT_MAX_CHAIN, OwnCodecs, StagedFn, WriteOptions};
+pub use parent::{MemoryParent, Parent, ParentRange, ParentTensor, Snapshot};
+pub use progress::{Progress, ProgressFn};
+pub use reader::{ParentResolver, ReadOptions, Reader, TensorInfo};
 pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};
 #[cfg(feature = "cuda")]
 pub use s4_engine::cuda;
@@ -104,5 +105,5 @@ pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
 pub use s4_store::{Cause, check_url, is_url, redact_url};
 pub use slice::{ArrayView, Slice};
-pub use write::TensorSource;
+pub use tensor_source::TensorSource;
 pub use writer::{Contents, Writer, Written};

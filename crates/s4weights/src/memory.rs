@@ -14,8 +14,7 @@ use s4_format::{ChunkRecord, DType, Plan};
 use s4_planes::Simd;
 
 use crate::error::{At, Error, Result};
-use crate::options::{simd, thread_count};
-use crate::parallel::{lock, pool};
+use crate::parallel::{lock, pool, simd, thread_count};
 
 /// Compresses and decompresses tensors in memory, one after the other, and reuses its scratch
 /// memory.

@@ -11,11 +11,11 @@ use std::collections::btree_map::Entry;
 use s4_engine::{DecodeJob, InputValues};
 use s4_format::limits::CHUNK_LOG2;
 
+use crate::buffers::Buffers;
 use crate::error::{At, Result};
-use crate::fetch::{Buffers, Want};
 use crate::levels::{Level, Levels};
-use crate::options::Meter;
-use crate::reader::Reader;
+use crate::progress::Meter;
+use crate::reader::{Reader, Want};
 
 /// Values of a block, as a power of two.
 const BLOCK: u8 = *CHUNK_LOG2.end();

@@ -8,11 +8,9 @@ use object_store::PutPayload;
 use s4_format::Digest;
 use s4_store::MAX_OBJECT;
 
-use crate::error::{At, Error, Result};
-use crate::io::{LOCAL_REQUEST, REMOTE_REQUEST, Source};
-use crate::options::ReadOptions;
+use crate::error::{Error, Result};
+use crate::io::{LOCAL_REQUEST, REMOTE_REQUEST};
 use crate::parallel::upload_size;
-use crate::reader::Reader;
 
 /// Takes the data objects of a checkpoint, whole, one after the other. Their names and storage are up to
 /// the implementor; a reader asks for an object by its number.
@@ -136,36 +134,6 @@ impl ObjectSource for MemoryObjects {
 
     fn request_size(&self) -> usize {
         LOCAL_REQUEST
-    }
-}
-
-impl Reader {
-    /// As [`Reader::open_objects`], of a checkpoint that is in memory: its index, and its objects in the order
-    /// of their numbers, each of which is compared with its hash.
-    ///
-    /// # Errors
-    /// As [`Reader::open`]; `Format` if there are other objects than the index names.
-    pub fn open_in_memory(index: Bytes, objects: Vec<Bytes>, options: ReadOptions) -> Result<Self> {
-        let held = Box::new(MemoryObjects(
-            (0..).zip(objects.iter().cloned().map(PutPayload::from)).collect(),
-        ));
-        let reader = Self::open_objects(Source::Bytes(index), held, options)?;
-        let named: Vec<_> = reader.manifest.objects.iter().filter(|o| o.name.is_some()).collect();
-        let damaged =
-            |what: String| Err(s4_format::Error::corrupt(what).in_part("object")).at(&reader.name);
-        if named.len() != objects.len() {
-            return damaged(format!(
-                "{} objects, but the index names {}",
-                objects.len(),
-                named.len()
-            ));
-        }
-        for (n, (object, info)) in objects.iter().zip(named).enumerate() {
-            if object.len() as u64 != info.bytes || Digest::of(object) != info.blake3 {
-                return damaged(format!("object {n} does not match the index"));
-            }
-        }
-        Ok(reader)
     }
 }
 

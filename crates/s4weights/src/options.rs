@@ -1,4 +1,4 @@
-//! Options of reading and writing.
+//! Options of writing.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,21 +8,8 @@ use s4_engine::codec::Codecs;
 use s4_engine::{Preset, TensorPlan, TensorValues};
 use s4_planes::Simd;
 
-use crate::error::{Error, Result};
-use crate::interrupt;
-use crate::parent::{Parent, ParentResolver};
-
-/// Progress of an operation, in bytes of tensor values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
-    /// Bytes done.
-    pub done: u64,
-    /// Bytes of this call, if known.
-    pub total: u64,
-}
-
-/// Called with the progress, on the calling thread; `false` cancels the operation.
-pub type ProgressFn = Arc<dyn Fn(Progress) -> bool + Send + Sync>;
+use crate::parent::Parent;
+use crate::progress::ProgressFn;
 
 /// Called on the calling thread when values on devices are no longer needed.
 pub type StagedFn = Arc<dyn Fn() + Send + Sync>;
@@ -85,26 +72,6 @@ pub struct WriteOptions {
     pub staged: Option<StagedFn>,
 }
 
-/// Options of a [`crate::Reader`].
-#[derive(Clone, Default)]
-pub struct ReadOptions {
-    /// Threads that decode; `None`: as many as the machine has cores.
-    pub threads: Option<usize>,
-    /// Vector instructions; `None`: the best that the machine has.
-    pub simd: Option<Simd>,
-    /// As [`WriteOptions::deadline`].
-    pub deadline: Option<Duration>,
-    /// Called with the progress.
-    pub progress: Option<ProgressFn>,
-    /// Finds the parent of a delta. Without it, only tensors that are not deltas can be read.
-    pub parents: Option<ParentResolver>,
-    /// Whether the file is known to come from a program that is trusted. Only then are a vendor's
-    /// closed codecs decoded, on a GPU: the vendor's decoders are not safe on other bytes.
-    pub trusted: bool,
-    /// Codecs besides the project's, as [`OwnCodecs::codecs`].
-    pub codecs: Codecs,
-}
-
 impl WriteOptions {
     /// Whether tensors in the memory of devices can be encoded.
     pub(crate) fn has_engine(&self) -> bool {
@@ -129,48 +96,5 @@ impl fmt::Debug for WriteOptions {
             .field("parent", &self.parent.as_ref().map(|p| p.digest()))
             .field("max_chain", &self.max_chain)
             .finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for ReadOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReadOptions")
-            .field("threads", &self.threads)
-            .field("simd", &self.simd)
-            .field("parents", &self.parents.is_some())
-            .field("trusted", &self.trusted)
-            .finish_non_exhaustive()
-    }
-}
-
-/// The number of threads: as requested, or the cores of the machine.
-pub(crate) fn thread_count(asked: Option<usize>) -> usize {
-    asked.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, Into::into)).max(1)
-}
-
-/// The vector instructions: as requested, or the best of the machine.
-pub(crate) fn simd(asked: Option<Simd>) -> Result<Simd> {
-    match asked {
-        None => Ok(Simd::detect()),
-        Some(s) if s.is_available() => Ok(s),
-        Some(s) => Err(Error::Argument(format!("this machine does not support {s} instructions"))),
-    }
-}
-
-/// Counts bytes and reports them to the caller.
-pub(crate) struct Meter {
-    pub(crate) callback: Option<ProgressFn>,
-    pub(crate) done: u64,
-    pub(crate) total: u64,
-}
-
-impl Meter {
-    pub(crate) fn add(&mut self, bytes: u64) -> Result<()> {
-        self.done += bytes;
-        let p = Progress { done: self.done, total: self.total };
-        match &self.callback {
-            Some(callback) if !callback(p) => Err(Error::Cancelled),
-            _ => interrupt::check(),
-        }
     }
 }

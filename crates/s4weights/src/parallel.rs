@@ -1,14 +1,29 @@
-//! Threads for one call: made when it starts, gone when it ends, so that nothing outlives a fork.
+//! Threads for one call: made when it starts, gone when it ends, so that nothing outlives a fork. Also how many there
+//! are, and their vector instructions.
 
 use std::panic::resume_unwind;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
+use s4_planes::Simd;
 
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::options::thread_count;
+
+/// The number of threads: as requested, or the cores of the machine.
+pub(crate) fn thread_count(asked: Option<usize>) -> usize {
+    asked.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, Into::into)).max(1)
+}
+
+/// The vector instructions: as requested, or the best of the machine.
+pub(crate) fn simd(asked: Option<Simd>) -> Result<Simd> {
+    match asked {
+        None => Ok(Simd::detect()),
+        Some(s) if s.is_available() => Ok(s),
+        Some(s) => Err(Error::Argument(format!("this machine does not support {s} instructions"))),
+    }
+}
 
 /// As many of `threads` threads as there is work for, at least one.
 pub(crate) fn worth(threads: usize, work: u64) -> usize {

@@ -13,11 +13,6 @@ use crate::error::{Error, ParentProblem, Result};
 use crate::memory::{Compressed, TensorCodec};
 use crate::reader::Reader;
 
-/// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. Each reader calls
-/// it once, when a value that is stored as a delta is first read (more often only if several threads do so
-/// at the same time).
-pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
-
 /// A tensor of a parent checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParentTensor<'a> {

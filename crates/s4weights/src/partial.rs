@@ -3,9 +3,8 @@
 use std::ops::Range;
 
 use crate::error::Result;
-use crate::fetch::Want;
-use crate::options::Meter;
-use crate::reader::Reader;
+use crate::progress::Meter;
+use crate::reader::{Reader, Want};
 use crate::slice::{ArrayView, Slice};
 
 /// Runs of at least this many bytes are decoded to where they go, at most [`RUNS`] at a time.

@@ -15,10 +15,10 @@ use crate::behind::Behind;
 use crate::copies::{Original, Originals};
 use crate::error::{At, Error, Result};
 use crate::inputs::{Failure, ParentInputs};
-use crate::options::{Meter, thread_count};
-use crate::parallel::{Pools, pool, worth};
+use crate::parallel::{Pools, pool, thread_count, worth};
 use crate::parent::Parent;
 use crate::planning::Planned;
+use crate::progress::Meter;
 use crate::writer::Writer;
 
 /// With at least this many threads and bytes of values, hashing and writing move to background

@@ -1,11 +1,15 @@
 //! Reads a `.s4w` file, whole or in part.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use bytes::Bytes;
+use object_store::PutPayload;
 use rayon::prelude::*;
+use s4_engine::codec::Codecs;
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
@@ -13,15 +17,15 @@ use s4_format::manifest::{self, Manifest, Section};
 use s4_format::plan::check_dependencies;
 use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest};
+use s4_planes::Simd;
 
-use crate::buffers::expect_writes;
+use crate::buffers::{Buffers, expect_writes};
 use crate::error::{At, Error, Result};
 use crate::extents::Extents;
-use crate::fetch::{Buffers, Want};
 use crate::io::{ReadAt, Source, TailSource, open_source};
-use crate::objects::ObjectSource;
-use crate::options::{ReadOptions, simd, thread_count};
-use crate::parallel::{lock, pool, worth};
+use crate::objects::{MemoryObjects, ObjectSource};
+use crate::parallel::{lock, pool, simd, thread_count, worth};
+use crate::progress::ProgressFn;
 use crate::slice::{ArrayView, Slice};
 
 /// About how many tensor blocks are parsed in the time that a thread takes to start.
@@ -38,6 +42,42 @@ pub struct TensorInfo<'a> {
     pub shape: &'a [u64],
     /// Bytes of the values.
     pub bytes: u64,
+}
+
+/// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. Each reader calls
+/// it once, when a value that is stored as a delta is first read (more often only if several threads do so
+/// at the same time).
+pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
+
+/// Options of a [`Reader`].
+#[derive(Clone, Default)]
+pub struct ReadOptions {
+    /// Threads that decode; `None`: as many as the machine has cores.
+    pub threads: Option<usize>,
+    /// Vector instructions; `None`: the best that the machine has.
+    pub simd: Option<Simd>,
+    /// As [`crate::WriteOptions::deadline`].
+    pub deadline: Option<Duration>,
+    /// Called with the progress.
+    pub progress: Option<ProgressFn>,
+    /// Finds the parent of a delta. Without it, only tensors that are not deltas can be read.
+    pub parents: Option<ParentResolver>,
+    /// Whether the file is known to come from a program that is trusted. Only then are a vendor's
+    /// closed codecs decoded, on a GPU: the vendor's decoders are not safe on other bytes.
+    pub trusted: bool,
+    /// Codecs besides the project's, as [`crate::OwnCodecs::codecs`].
+    pub codecs: Codecs,
+}
+
+impl fmt::Debug for ReadOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReadOptions")
+            .field("threads", &self.threads)
+            .field("simd", &self.simd)
+            .field("parents", &self.parents.is_some())
+            .field("trusted", &self.trusted)
+            .finish_non_exhaustive()
+    }
 }
 
 /// An open file. All methods may be called from many threads.
@@ -60,6 +100,20 @@ pub struct Reader {
     /// The checkpoint, with the same values, that this one replaced.
     pub(crate) stands_for: OnceLock<manifest::Parent>,
     pub(crate) idle: Mutex<Vec<Buffers>>,
+}
+
+/// Bytes of a tensor that are wanted.
+pub(crate) struct Want<'a> {
+    pub(crate) tensor: usize,
+    /// First byte within the tensor.
+    pub(crate) first: u64,
+    pub(crate) to: &'a mut [u8],
+}
+
+impl Want<'_> {
+    pub(crate) fn reborrow(&mut self) -> Want<'_> {
+        Want { tensor: self.tensor, first: self.first, to: &mut *self.to }
+    }
 }
 
 /// Tensor blocks that were read, by tensor, and where their chunks are.
@@ -105,6 +159,34 @@ impl Reader {
         options: ReadOptions,
     ) -> Result<Self> {
         Self::open_with(index, Some(objects), options)
+    }
+
+    /// As [`Reader::open_objects`], of a checkpoint that is in memory: its index, and its objects in the order
+    /// of their numbers, each of which is compared with its hash.
+    ///
+    /// # Errors
+    /// As [`Reader::open`]; `Format` if there are other objects than the index names.
+    pub fn open_in_memory(index: Bytes, objects: Vec<Bytes>, options: ReadOptions) -> Result<Self> {
+        let held = Box::new(MemoryObjects(
+            (0..).zip(objects.iter().cloned().map(PutPayload::from)).collect(),
+        ));
+        let reader = Self::open_objects(Source::Bytes(index), held, options)?;
+        let named: Vec<_> = reader.manifest.objects.iter().filter(|o| o.name.is_some()).collect();
+        let damaged =
+            |what: String| Err(s4_format::Error::corrupt(what).in_part("object")).at(&reader.name);
+        if named.len() != objects.len() {
+            return damaged(format!(
+                "{} objects, but the index names {}",
+                objects.len(),
+                named.len()
+            ));
+        }
+        for (n, (object, info)) in objects.iter().zip(named).enumerate() {
+            if object.len() as u64 != info.bytes || Digest::of(object) != info.blake3 {
+                return damaged(format!("object {n} does not match the index"));
+            }
+        }
+        Ok(reader)
     }
 
     fn open_with(
@@ -336,9 +418,7 @@ impl Reader {
         mut wants: Vec<Want<'_>>,
         fetch: &mut dyn FnMut(Vec<Want<'_>>) -> Result<()>,
     ) -> Result<()> {
-        let first = wants.iter_mut();
-        let first = first.map(|w| Want { tensor: w.tensor, first: w.first, to: &mut *w.to });
-        match fetch(first.collect()) {
+        match fetch(wants.iter_mut().map(Want::reborrow).collect()) {
             Err(error) if self.objects.is_some() && error.is_mismatch() => {
                 tracing::debug!(%error, "mismatch: reading once more");
                 fetch(wants)

@@ -3,53 +3,16 @@
 use s4_engine::Values;
 #[cfg(feature = "cuda")]
 use s4_engine::cuda::FetchItem;
-use s4_format::DType;
 
 use crate::error::{Error, Result};
 #[cfg(feature = "cuda")]
 use crate::inputs::Failure;
-use crate::options::{Meter, StagedFn};
+use crate::options::StagedFn;
 use crate::output::MAX_GROUPS;
 use crate::pack::SMALL;
+use crate::progress::Meter;
+use crate::tensor_source::TensorSource;
 use crate::writer::Writer;
-
-/// A tensor to be written.
-#[derive(Debug, Clone, Copy)]
-pub struct TensorSource<'a> {
-    /// Unique in the file, not empty.
-    pub name: &'a str,
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Size of each dimension, in elements.
-    pub shape: &'a [u64],
-    /// The elements. Values in device memory need [`crate::WriteOptions::engine`].
-    pub values: Values<'a>,
-    /// Below 4. A checkpoint in objects keeps tensors of different groups in different objects, so
-    /// that weights (0) can be read, or kept, without the optimizer's state (1).
-    pub group: u8,
-}
-
-impl<'a> TensorSource<'a> {
-    /// A tensor of group 0.
-    pub fn new(
-        name: &'a str,
-        dtype: DType,
-        shape: &'a [u64],
-        values: impl Into<Values<'a>>,
-    ) -> Self {
-        Self { name, dtype, shape, values: values.into(), group: 0 }
-    }
-
-    /// The same tensor, of another group.
-    #[must_use]
-    pub fn in_group(self, group: u8) -> Self {
-        Self { group, ..self }
-    }
-
-    fn is_on_device(&self) -> bool {
-        self.values.memory().is_some()
-    }
-}
 
 /// A tensor that is registered with the writer, and its number.
 pub(crate) struct Registered<'a> {

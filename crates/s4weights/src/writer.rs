@@ -13,18 +13,20 @@ use s4_format::manifest::{self, ClosedCodec, Form, Manifest, Object, Roles, Sect
 use s4_format::{CodecId, DType, Digest, Plan};
 use serde_json::value::RawValue;
 
-use crate::adopt::Adopted;
+use crate::adopted::Adopted;
 use crate::alike::Alike;
 use crate::batch::Batch;
 use crate::buffers::LargeBuffers;
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
 use crate::objects::{ObjectOptions, ObjectSink};
-use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count};
+use crate::options::{DEFAULT_MAX_CHAIN, WriteOptions};
 use crate::output::{KeptMemory, ObjectMemory, Output};
 use crate::pack::{Class, Pack};
+use crate::parallel::{simd, thread_count};
 use crate::parent::{Parent, Snapshot, SnapshotTensor};
 use crate::planning::Planner;
+use crate::progress::Meter;
 use crate::recall::Recall;
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;

@@ -8,12 +8,11 @@ use s4_engine::cuda::{Batch, CudaEngine, Decoder, DeviceMemory, FrameJob, Piece,
 
 use super::chain::{Chain, Step, Wanted};
 use crate::error::{At, Error, Result};
-use crate::fetch::Want;
 use crate::inputs::Failure;
 use crate::io::LOCAL_REQUEST;
-use crate::options::Meter;
 use crate::parallel::pool;
-use crate::reader::{LoadedBlock, Reader};
+use crate::progress::Meter;
+use crate::reader::{LoadedBlock, Reader, Want};
 use crate::spans::{Part, Span};
 
 /// The alignment of spans in a batch, in bytes.

@@ -17,8 +17,8 @@ use tokio::task::JoinHandle;
 use crate::error::{Error, Result};
 use crate::interrupt::{self, POLL};
 use crate::objects::{DataObject, ObjectSink};
-use crate::options::{Progress, ProgressFn};
 use crate::parallel::{lock, request_threads};
+use crate::progress::{Progress, ProgressFn};
 
 /// How long a commit or a clean-up may still take after the caller cancelled.
 const GRACE: Duration = Duration::from_millis(400);

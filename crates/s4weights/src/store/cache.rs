@@ -13,9 +13,8 @@ use s4_store::{CheckpointId, ObjectInfo};
 use crate::error::Result;
 use crate::io::{LOCAL_REQUEST, Source};
 use crate::objects::{DataObject, MemoryObjects, ObjectSink, ObjectSource};
-use crate::options::ReadOptions;
 use crate::parallel::lock;
-use crate::reader::Reader;
+use crate::reader::{ReadOptions, Reader};
 use crate::store::bridge::ChannelSink;
 
 /// Objects that stay, by number, with their hashes.

@@ -12,12 +12,13 @@ use tokio::task::JoinHandle;
 use crate::copy::{self, Copied, CopyOptions};
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::options::{ProgressFn, ReadOptions, WriteOptions};
-use crate::reader::Reader;
+use crate::options::WriteOptions;
+use crate::progress::ProgressFn;
+use crate::reader::{ReadOptions, Reader};
 use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
-use crate::store::parents::ParentCheckpoint;
-use crate::store::save::{Ready, Saved, StageSeconds, WhyBase, chain, end_of, is_parent_failure};
+use crate::store::parents::{ParentCheckpoint, WhyBase, chain};
+use crate::store::save::{Ready, Saved, StageSeconds, end_of, is_parent_failure};
 use crate::writer::Writer;
 
 /// Called with the id under which a checkpoint is about to be listed, after all of it is stored and

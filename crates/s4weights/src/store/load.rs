@@ -7,11 +7,11 @@ use futures::TryStreamExt;
 use s4_store::{Checkpoint, CheckpointId, Error as StoreError, State};
 
 use crate::error::{Error, ParentProblem, Result};
-use crate::options::{ProgressFn, ReadOptions};
 use crate::parallel::lock;
-use crate::reader::Reader;
+use crate::progress::ProgressFn;
+use crate::reader::{ReadOptions, Reader};
 use crate::store::CheckpointStore;
-use crate::store::save::chain;
+use crate::store::parents::chain;
 
 /// An open checkpoint of a store. It stays readable for as long as its data is there: at least for
 /// the grace of a sweep after it was retired.

@@ -7,7 +7,8 @@ use s4_store::{
 
 use crate::error::{Error, Result};
 use crate::io::open_place;
-use crate::options::{Progress, ProgressFn, ReadOptions};
+use crate::progress::{Progress, ProgressFn};
+use crate::reader::ReadOptions;
 use crate::store::bridge::{Asker, Bridge};
 use crate::store::open::Opener;
 use crate::store::{CheckpointStore, StoreOptions};

@@ -27,6 +27,7 @@
 
 mod bridge;
 mod cache;
+mod history;
 mod import;
 mod load;
 mod manage;
@@ -51,9 +52,10 @@ pub use s4_store::{
 pub use import::{ImportOptions, ListingFn};
 pub use load::{Loaded, Skipped, StoredBytes, is_damage, is_unreadable};
 pub use manage::CheckOptions;
+pub use parents::WhyBase;
 pub use ranks::{PartOf, RankPart};
 pub use replicate::ReplicateOptions;
-pub use save::{SaveOptions, Saved, StageSeconds, WhyBase};
+pub use save::{SaveOptions, Saved, StageSeconds};
 
 use s4_engine::Preset;
 use s4_format::limits::MAX_CHAIN;
@@ -65,12 +67,10 @@ use crate::error::{Error, Result};
 use crate::io::{open_place, put_files};
 use crate::objects::ObjectOptions;
 use crate::options::OwnCodecs;
-use crate::parent::{MemoryParent, Parent};
-use crate::reader::Reader;
 use crate::recall::PlanMemory;
 use bridge::Bridge;
+use history::SaveHistory;
 use open::Opener;
-use parents::SaveHistory;
 
 /// Most checkpoints that share a base, by default.
 pub const DEFAULT_STORE_CHAIN: u32 = 16;
@@ -164,32 +164,6 @@ pub struct CheckpointStore {
     plans: Arc<PlanMemory>,
     /// Id of the process that opened the store.
     process: u32,
-}
-
-/// The values of a checkpoint, for deltas of it.
-#[derive(Clone)]
-pub(crate) enum ParentValues {
-    /// In memory, raw or compressed.
-    Memory(Arc<MemoryParent>),
-    /// In the frames of the checkpoint and its ancestors: in memory, or in the store.
-    Frames(Arc<Reader>),
-}
-
-impl ParentValues {
-    pub(crate) fn parent(&self) -> Arc<dyn Parent> {
-        match self {
-            Self::Memory(values) => Arc::clone(values) as _,
-            Self::Frames(reader) => Arc::clone(reader) as _,
-        }
-    }
-
-    /// The open checkpoint, if the values are in its frames.
-    pub(crate) fn reader(&self) -> Option<Arc<Reader>> {
-        match self {
-            Self::Memory(_) => None,
-            Self::Frames(reader) => Some(Arc::clone(reader)),
-        }
-    }
 }
 
 /// How long closing a store waits for its lease to be deleted; after that it expires.

@@ -10,34 +10,45 @@ use s4_store::{Checkpoint, CheckpointId, Reference, State};
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
-use crate::options::{ReadOptions, WriteOptions};
+use crate::options::WriteOptions;
 use crate::pack::SMALL;
 use crate::parallel::lock;
 use crate::parent::{MemoryParent, Parent, Snapshot};
-use crate::reader::{Reader, TensorInfo};
+use crate::reader::{ReadOptions, Reader, TensorInfo};
 use crate::recall::Recall;
-use crate::store::save::{WhyBase, chain};
-use crate::store::{CheckpointStore, ParentValues, StoreOptions};
-use crate::write::TensorSource;
+use crate::store::history::{Held, ParentValues, SaveHistory};
+use crate::store::{CheckpointStore, StoreOptions};
+use crate::tensor_source::TensorSource;
 
 /// Samples may take [`StoreOptions::parent_memory`] divided by this, in addition.
 const SAMPLES: usize = 2;
 
-/// The checkpoint that one handle saved last, and the values that it keeps for the next save.
-#[derive(Default)]
-pub(crate) struct SaveHistory {
-    /// The checkpoint saved last.
-    last: Option<Reference>,
-    /// Checkpoints whose values later saves may be deltas of.
-    held: Vec<Held>,
+/// Why a checkpoint is a base.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WhyBase {
+    /// The caller wanted one.
+    Asked,
+    /// The policy wanted one.
+    Policy(Reason),
+    /// The values of the previous checkpoint could not be used, for this reason.
+    Parent(String),
+    /// A checkpoint of several processes was begun as a base, for this reason.
+    Begun(String),
+    /// No tensor was smaller as a delta.
+    NothingGained,
 }
 
-/// A checkpoint whose values are in memory.
-struct Held {
-    reference: Reference,
-    /// Its number since the base.
-    number: u32,
-    values: ParentValues,
+impl std::fmt::Display for WhyBase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Asked => f.write_str("a base was requested"),
+            Self::Policy(reason) => reason.fmt(f),
+            Self::Parent(why) => write!(f, "the previous checkpoint cannot be used: {why}"),
+            Self::Begun(why) => f.write_str(why),
+            Self::NothingGained => f.write_str("no tensor was smaller as a difference"),
+        }
+    }
 }
 
 /// The checkpoint that the next one may be a delta of.
@@ -78,15 +89,6 @@ impl Family {
                 Ok((since_base, &self.chain[self.chain.len() - 1 - parent..]))
             }
         }
-    }
-}
-
-impl SaveHistory {
-    /// Notes the saved checkpoint, and its values if they are kept.
-    pub(crate) fn saved(&mut self, saved: &Checkpoint, kept: Option<ParentValues>) {
-        let (reference, number) = (saved.reference(), saved.since_base());
-        self.last = Some(reference);
-        self.held.extend(kept.map(|values| Held { reference, number, values }));
     }
 }
 
@@ -301,6 +303,11 @@ impl CheckpointStore {
         }
         Ok(Some(parent))
     }
+}
+
+/// A checkpoint and its ancestors, the base last.
+pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Checkpoint>> {
+    Ok(state.chain(id)?.into_iter().cloned().collect())
 }
 
 /// How many checkpoints after its parent, the first of `chain`, checkpoint `number` since the base

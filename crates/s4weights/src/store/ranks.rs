@@ -21,12 +21,11 @@ use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::report::Report;
 use crate::store::bridge::Asker;
 use crate::store::cache::ObjectCache;
-use crate::store::parents::distance;
-use crate::store::save::{
-    MAX_CHUNKS, SaveRequest, StageSeconds, Uploading, WhyBase, chain, check_chunks,
-};
-use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
-use crate::write::TensorSource;
+use crate::store::history::ParentValues;
+use crate::store::parents::{WhyBase, chain, distance};
+use crate::store::save::{MAX_CHUNKS, SaveRequest, StageSeconds, Uploading, check_chunks};
+use crate::store::{CheckpointStore, SaveOptions, Saved};
+use crate::tensor_source::TensorSource;
 use crate::writer::{MAX_DELTAS, Writer, Written};
 
 /// Bytes of values in most chunks.

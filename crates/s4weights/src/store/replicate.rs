@@ -7,7 +7,7 @@ use s4_store::{About, Checkpoint, CheckpointId, Conflict, End, Error as StoreErr
 
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::options::{Progress, ProgressFn};
+use crate::progress::{Progress, ProgressFn};
 use crate::report::Report;
 use crate::store::CheckpointStore;
 use crate::store::bridge::Asker;

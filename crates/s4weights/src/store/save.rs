@@ -5,13 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use s4_delta::policy::Reason;
 use s4_format::chunk::ChunkRecord;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
 use s4_format::manifest::Roles;
 use s4_store::{
     About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, MAX_MANIFEST,
-    Resolution, Staged, State, Store,
+    Resolution, Staged, Store,
 };
 use serde::Serialize;
 use tokio::sync::mpsc::channel;
@@ -20,17 +19,19 @@ use tokio::task::JoinHandle;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::objects::ObjectOptions;
-use crate::options::{ProgressFn, StagedFn, WriteOptions};
+use crate::options::{StagedFn, WriteOptions};
 use crate::output::{KeptMemory, ObjectMemory};
 use crate::parent::Parent;
+use crate::progress::ProgressFn;
 use crate::reader::TensorInfo;
 use crate::recall::Recall;
 use crate::report::Report;
+use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::cache::{CachingSink, ObjectCache};
-use crate::store::parents::{ParentCheckpoint, SaveHistory, on_devices};
-use crate::store::{CheckpointStore, ParentValues};
-use crate::write::TensorSource;
+use crate::store::history::{ParentValues, SaveHistory};
+use crate::store::parents::{ParentCheckpoint, WhyBase, on_devices};
+use crate::tensor_source::TensorSource;
 use crate::writer::{Contents, MAX_DELTAS, Writer, Written};
 
 /// Bytes of values that take longer to copy than a thread takes to start.
@@ -120,34 +121,6 @@ pub struct StageSeconds {
     pub upload: f64,
     /// Until the log lists the checkpoint.
     pub publish: f64,
-}
-
-/// Why a checkpoint is a base.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum WhyBase {
-    /// The caller wanted one.
-    Asked,
-    /// The policy wanted one.
-    Policy(Reason),
-    /// The values of the previous checkpoint could not be used, for this reason.
-    Parent(String),
-    /// A checkpoint of several processes was begun as a base, for this reason.
-    Begun(String),
-    /// No tensor was smaller as a delta.
-    NothingGained,
-}
-
-impl std::fmt::Display for WhyBase {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Asked => f.write_str("a base was requested"),
-            Self::Policy(reason) => reason.fmt(f),
-            Self::Parent(why) => write!(f, "the previous checkpoint cannot be used: {why}"),
-            Self::Begun(why) => f.write_str(why),
-            Self::NothingGained => f.write_str("no tensor was smaller as a difference"),
-        }
-    }
 }
 
 /// A checkpoint that is stored and ready to be listed.
@@ -530,11 +503,6 @@ pub(crate) async fn end_of(
 async fn committed(store: &Store, id: CheckpointId) -> s4_store::Result<Checkpoint> {
     let state = store.state().await?;
     state.get(id).cloned().ok_or_else(|| StoreError::NoCheckpoint { what: id.to_string() })
-}
-
-/// A checkpoint and its ancestors, the base last.
-pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Checkpoint>> {
-    Ok(state.chain(id)?.into_iter().cloned().collect())
 }
 
 /// The most chunks that a manifest has room for.
