@@ -5,7 +5,7 @@ use bytemuck::{Pod, Zeroable};
 use crate::abi::{self, MAX_PLANES, threads};
 use crate::device::Stream;
 use crate::error::Result;
-use crate::kernels::DecodeBatch;
+use crate::launch::DecodeBatch;
 
 /// A plane of a chunk, coded by a library. All zero: it was not.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]

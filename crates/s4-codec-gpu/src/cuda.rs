@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use cudarc::driver::{result, sys};
 
-use crate::device::Device;
+use crate::device::{Device, DeviceInfo};
 use crate::error::{GpuError, On, Result, words};
 
 /// The oldest driver interface that is supported: that of CUDA 12.0 (drivers r525 and later), which
@@ -20,21 +20,6 @@ pub struct Cuda {
     /// The devices in use, by ordinal.
     open: Arc<[Mutex<Weak<Device>>]>,
     driver: i32,
-}
-
-/// A device, as the driver describes it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DeviceInfo {
-    /// Its ordinal: the same as the framework's, with the same `CUDA_VISIBLE_DEVICES`.
-    pub ordinal: u32,
-    /// Its name.
-    pub name: String,
-    /// Bytes of device memory.
-    pub memory: u64,
-    /// Compute capability, major and minor.
-    pub capability: (u32, u32),
-    /// Number of multiprocessors.
-    pub multiprocessors: u32,
 }
 
 impl Cuda {

@@ -6,9 +6,23 @@ use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
-use crate::cuda::DeviceInfo;
 use crate::error::{GpuError, On, Result};
 use crate::kernels::Kernels;
+
+/// A device, as the driver describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its ordinal: the same as the framework's, with the same `CUDA_VISIBLE_DEVICES`.
+    pub ordinal: u32,
+    /// Its name.
+    pub name: String,
+    /// Bytes of device memory.
+    pub memory: u64,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Number of multiprocessors.
+    pub multiprocessors: u32,
+}
 
 /// A device whose primary context is held, with the kernels loaded into it.
 ///
