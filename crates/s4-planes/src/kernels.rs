@@ -5,41 +5,12 @@ use std::ops::Range;
 use s4_format::{Result, crc32c_append};
 
 use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
-use crate::{FloatBits, Simd, StepFactors, Width, lanewise, step, token, token_bound};
+use crate::{FloatBits, Kernels, Simd, StepFactors, Width, lanewise, step, token, token_bound};
 
 #[cfg(target_arch = "aarch64")]
 use crate::neon;
 #[cfg(target_arch = "x86_64")]
 use crate::x86::{self, avx2, avx512};
-
-/// Every operation of this crate, with one set of vector instructions.
-///
-/// ```
-/// use s4_planes::{Kernels, Simd, Width};
-///
-/// let kernels = Kernels::new(Simd::detect());
-/// let src = [0x80, 0x3f, 0x40, 0xc0]; // bf16: 1.0, -3.0
-/// let (mut e, mut a) = ([0; 2], [0; 2]);
-/// kernels.split_fields(Width::B2, &src, &mut e, &mut a, &mut []);
-/// assert_eq!(e, [127, 128]); // exponents
-/// assert_eq!(a, [0x00, 0x81]); // mantissas, with the sign below
-///
-/// let mut back = [0; 4];
-/// kernels.merge_fields(Width::B2, &e, &a, &[], &mut back);
-/// assert_eq!(back, src);
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Kernels {
-    /// Available on this machine: the unsafe calls below rest on it.
-    simd: Simd,
-}
-
-impl Default for Kernels {
-    /// The fastest kernels of this machine.
-    fn default() -> Self {
-        Self::new(Simd::detect())
-    }
-}
 
 /// Calls the first kernel for the chosen set of instructions whose case matches the key, or else
 /// the portable one.
@@ -59,16 +30,6 @@ macro_rules! dispatch {
 }
 
 impl Kernels {
-    /// Kernels of a set of instructions; the scalar ones if this machine does not have it.
-    pub fn new(simd: Simd) -> Self {
-        Self { simd: if simd.is_available() { simd } else { Simd::Scalar } }
-    }
-
-    /// The set of instructions in use.
-    pub fn simd(self) -> Simd {
-        self.simd
-    }
-
     /// Layout `fields`. Each element is rotated left by one bit, which brings the sign to bit 0;
     /// its top byte goes to `e`, the byte below to `a`, and the low `width - 2` bytes,
     /// little-endian, to `b`. For bf16 and fp32, `e` is the exponent.
@@ -105,7 +66,7 @@ impl Kernels {
         crc: u32,
     ) -> u32 {
         check_fields(width, dst.len(), [e.len(), a.len(), b.len()]);
-        dispatch!((self.simd, width) {
+        dispatch!((self.simd(), width) {
             "x86_64":
             Avx512, Width::B2 => avx512::merge2::<ROTATED, true>(&[], e, a, dst, crc);
             Avx512, Width::B4 => avx512::merge4::<ROTATED, true>(&[], e, a, b, dst, crc);
@@ -164,7 +125,7 @@ impl Kernels {
         a: &mut [u8],
         b: &mut [u8],
     ) {
-        dispatch!((self.simd, width) {
+        dispatch!((self.simd(), width) {
             "x86_64":
             Avx512, Width::B2 => avx512::split2::<FORM>(src, s, e, a);
             Avx512, Width::B4 => avx512::split4::<FORM>(src, s, e, a, b);
@@ -189,7 +150,7 @@ impl Kernels {
         b: &[u8],
         dst: &mut [u8],
     ) {
-        dispatch!((self.simd, width) {
+        dispatch!((self.simd(), width) {
             "x86_64":
             Avx512, Width::B2 => _ = avx512::merge2::<FORM, false>(s, e, a, dst, 0);
             Avx512, Width::B4 => _ = avx512::merge4::<FORM, false>(s, e, a, b, dst, 0);
@@ -232,7 +193,7 @@ impl Kernels {
             }
             Width::B4 => {
                 let planes = planes_mut(n, part, dst);
-                dispatch!((self.simd, ()) {
+                dispatch!((self.simd(), ()) {
                     "x86_64":
                     Avx512, () => avx512::split_bytes4(src, planes);
                     Avx2, () => avx2::split_bytes4(src, planes);
@@ -259,7 +220,7 @@ impl Kernels {
             }
             Width::B4 => {
                 let planes = planes(n, src);
-                dispatch!((self.simd, ()) {
+                dispatch!((self.simd(), ()) {
                     "x86_64":
                     Avx512, () => avx512::merge_bytes4(planes, dst);
                     Avx2, () => avx2::merge_bytes4(planes, dst);
@@ -294,7 +255,7 @@ impl Kernels {
         let n = check_elements(width, src.len());
         assert_eq!(tokens.len(), n, "size of the token plane");
         assert!(bits.len() >= token_bound(width, n), "buffer is too small for the bits");
-        dispatch!((self.simd, ()) {
+        dispatch!((self.simd(), ()) {
             "x86_64":
             Avx512, () => x86::split_token(width, src, tokens, bits);
             Avx2, () => x86::split_token(width, src, tokens, bits);
@@ -319,7 +280,7 @@ impl Kernels {
     ) -> Result<()> {
         let n = check_elements(width, dst.len());
         assert_eq!(tokens.len(), n, "size of the token plane");
-        dispatch!((self.simd, ()) {
+        dispatch!((self.simd(), ()) {
             "x86_64":
             Avx512, () => x86::merge_token(width, tokens, bits, dst);
             Avx2, () => x86::merge_token(width, tokens, bits, dst);

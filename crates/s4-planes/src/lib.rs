@@ -36,8 +36,7 @@ mod width;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-pub use kernels::Kernels;
-pub use simd::Simd;
+pub use simd::{Kernels, Simd};
 pub use step::StepFactors;
 pub use token::{token_bits, token_bound};
 pub use width::{FloatBits, Width};

@@ -1,4 +1,4 @@
-//! The vector instructions that the kernels use.
+//! The vector instructions that the kernels use, and what proves that the machine has them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -76,5 +76,46 @@ impl FromStr for Simd {
             .ok_or_else(|| {
                 format!("unknown instruction set `{s}`: use scalar, neon, avx2 or avx512")
             })
+    }
+}
+
+/// Every operation of this crate, with one set of vector instructions.
+///
+/// ```
+/// use s4_planes::{Kernels, Simd, Width};
+///
+/// let kernels = Kernels::new(Simd::detect());
+/// let src = [0x80, 0x3f, 0x40, 0xc0]; // bf16: 1.0, -3.0
+/// let (mut e, mut a) = ([0; 2], [0; 2]);
+/// kernels.split_fields(Width::B2, &src, &mut e, &mut a, &mut []);
+/// assert_eq!(e, [127, 128]); // exponents
+/// assert_eq!(a, [0x00, 0x81]); // mantissas, with the sign below
+///
+/// let mut back = [0; 4];
+/// kernels.merge_fields(Width::B2, &e, &a, &[], &mut back);
+/// assert_eq!(back, src);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kernels {
+    /// Available on this machine: the unsafe calls of kernels rest on it.
+    simd: Simd,
+}
+
+impl Default for Kernels {
+    /// The fastest kernels of this machine.
+    fn default() -> Self {
+        Self::new(Simd::detect())
+    }
+}
+
+impl Kernels {
+    /// Kernels of a set of instructions; the scalar ones if this machine does not have it.
+    pub fn new(simd: Simd) -> Self {
+        Self { simd: if simd.is_available() { simd } else { Simd::Scalar } }
+    }
+
+    /// The set of instructions in use.
+    pub fn simd(self) -> Simd {
+        self.simd
     }
 }
