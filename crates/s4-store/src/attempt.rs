@@ -12,11 +12,12 @@ use tokio::task::JoinSet;
 use crate::entry::{MAX_ENTRY, Op, Publish, Reference};
 use crate::error::{Conflict, Error, Result};
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::layout::{MAX_RANK_OBJECTS, Part, Parts};
 use crate::manifest::{MAX_OBJECT, Manifest, ObjectInfo};
 use crate::reading::{Reading, hash};
 use crate::state::{Checkpoint, End};
-use crate::store::{Inner, Store};
+use crate::store::Store;
 
 /// Up to this many objects are looked up one by one; more are listed.
 const LOOK_UP: usize = 4;

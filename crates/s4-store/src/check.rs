@@ -7,13 +7,14 @@ use futures::StreamExt;
 
 use crate::error::{Conflict, Error, Result};
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::layout::Part;
 use crate::log::Seen;
 use crate::reading::Reading;
 use crate::rebase::CallbackError;
 use crate::repair::RepairReport;
 use crate::state::{Checkpoint, State};
-use crate::store::{Inner, Store};
+use crate::store::Store;
 use crate::view;
 
 /// Options for a check.

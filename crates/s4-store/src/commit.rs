@@ -9,26 +9,21 @@
 //! writer that knows its bytes puts it back, and the other writer commits again after it. A writer
 //! lists again any checkpoint that it acknowledged and no longer finds in the log.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use s4_format::Digest;
 use tokio::time::Instant;
 
 use crate::entry::{Entry, Op};
 use crate::error::{CommitUnknown, Error, LogDamage, Result};
+use crate::inner::Inner;
+use crate::known::Known;
 use crate::log::{Seen, Slot, whose};
-use crate::replay::Known;
 use crate::state::State;
-use crate::store::Inner;
 
-/// Number of its newest entries that a process remembers, to commit them again if they are lost.
-const REMEMBERED: usize = 16;
-/// Other writers count as active for this long after an entry of theirs was seen.
-const NEAR: Duration = Duration::from_secs(60);
 /// Time limits for other writers to put the log in order: before and after a commit.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(60));
 /// Number of entries before the newest that are read again: if no other writers are active, and if some
@@ -36,67 +31,13 @@ const PATIENCE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_
 const BEFORE: (u64, u64) = (1, 4);
 /// Number of entries after one that does not fit that are read, to find out what should be there.
 const AFTER: u64 = 8;
-/// Number of entries whose bytes are kept.
-const KEPT: usize = 64;
 /// The least and the most time to wait for a late write of another writer.
 const SETTLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 
-/// Recent commits of this process, and signs of other writers.
-#[derive(Debug, Default)]
-pub(crate) struct OwnCommits {
-    done: VecDeque<Entry>,
-    /// Entries that were acknowledged, are not in the log any more, and must be committed again.
-    owed: VecDeque<Entry>,
-    /// An entry whose write may still land late, on a server that would let it overwrite a newer object. It is
-    /// written again before any other entry, so that a late write changes nothing.
-    pub(crate) open: Option<Entry>,
-    /// When a new entry of another writer was last seen.
-    others: Option<Instant>,
-    /// Whether the state was loaded again because the log had changed.
-    pub(crate) reread: bool,
-}
-
-/// The bytes of recently read entries, in every version that was seen.
-#[derive(Debug, Default)]
-pub(crate) struct Recent(Mutex<VecDeque<(u64, Digest, Bytes)>>);
-
-impl Recent {
-    pub(crate) fn keep(&self, n: u64, hash: Digest, bytes: &Bytes) {
-        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.iter().any(|(.., found, _)| *found == hash) {
-            return;
-        }
-        if kept.len() == KEPT {
-            kept.pop_front();
-        }
-        kept.push_back((n, hash, bytes.clone()));
-    }
-
-    fn get(&self, n: u64, hash: Digest) -> Option<Bytes> {
-        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        kept.iter().find(|kept| (kept.0, kept.1) == (n, hash)).map(|kept| kept.2.clone())
-    }
-}
-
-impl OwnCommits {
-    /// Whether other writers are active.
-    pub(crate) fn others_are_near(&self) -> bool {
-        self.others.is_some_and(|at| at.elapsed() < NEAR)
-    }
-
-    pub(crate) fn committed(&mut self, entry: &Entry, owed: bool) {
-        if owed {
-            tracing::error!(
-                entry = entry.n, what = ?entry.op.published(),
-                "another writer had overwritten an acknowledged log entry, which the server must not allow; the \
-                 change was committed again. Use one writer at a time with this server"
-            );
-            self.owed.pop_front();
-        }
-        self.done.push_back(entry.clone());
-        if self.done.len() > REMEMBERED {
-            self.done.pop_front();
-        }
+impl CommitUnknown {
+    pub(crate) fn of(entry: &Entry, cause: String) -> Self {
+        let checkpoint = entry.op.published();
+        Self { write_id: entry.write_id, slot: entry.n, checkpoint, cause }
     }
 }
 

@@ -17,6 +17,9 @@ const NEWEST: u32 = 4;
 /// The most bytes of one log entry.
 pub(crate) const MAX_ENTRY: u64 = 64 << 10;
 
+/// Most ids in one log entry, which bounds its size.
+pub(crate) const MAX_IDS: usize = 500;
+
 /// One entry of the log. Entries are only ever created, never changed and never deleted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

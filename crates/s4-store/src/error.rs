@@ -5,10 +5,9 @@ use std::time::Duration;
 use s4_format::Digest;
 
 use crate::cause::Cause;
-use crate::entry::Entry;
 use crate::failure::Failure;
+use crate::holder::Holder;
 use crate::id::{CheckpointId, WriteId};
-use crate::lease::Holder;
 use crate::redact::redact_text;
 
 /// The outcome of a store's operation.
@@ -440,13 +439,6 @@ pub struct CommitUnknown {
     pub checkpoint: Option<CheckpointId>,
     /// The last failure.
     pub cause: String,
-}
-
-impl CommitUnknown {
-    pub(crate) fn of(entry: &Entry, cause: String) -> Self {
-        let checkpoint = entry.op.published();
-        Self { write_id: entry.write_id, slot: entry.n, checkpoint, cause }
-    }
 }
 
 impl From<CommitUnknown> for Error {

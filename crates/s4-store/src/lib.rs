@@ -44,8 +44,11 @@ mod commit;
 mod entry;
 mod error;
 mod failure;
+mod holder;
 mod id;
+mod inner;
 mod io;
+mod known;
 mod layout;
 mod lease;
 mod lineage;
@@ -81,9 +84,9 @@ pub use check::{CheckOptions, CheckReport, Finding, Inspector, Verdict};
 pub use entry::{Entry, Op, Publish, Reference};
 pub use error::{CommitUnknown, Conflict, Error, LogDamage, Result};
 pub use failure::Failure;
+pub use holder::Holder;
 pub use id::{CheckpointId, Ids, InvalidId, TimeIds, WriteId};
 pub use layout::{MAX_RANK_OBJECTS, MAX_RANKS, Parts};
-pub use lease::Holder;
 pub use manifest::{MAX_MANIFEST, MAX_OBJECT, Manifest, ObjectInfo};
 pub use options::{
     CrashPoints, ProbeLimits, PutFiles, Retry, StoreOptions, Writers, upload_memory,

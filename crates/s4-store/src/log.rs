@@ -11,9 +11,9 @@ use crate::entry::{Entry, MAX_ENTRY, Op};
 use crate::error::{CommitUnknown, Error, Result};
 use crate::failure::Failure;
 use crate::id::WriteId;
-use crate::replay::Known;
+use crate::inner::Inner;
+use crate::known::Known;
 use crate::state::State;
-use crate::store::Inner;
 use crate::view;
 
 /// A view is written when the last known one is this many entries old. Together with a listing,

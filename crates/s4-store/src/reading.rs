@@ -12,10 +12,10 @@ use tokio::task::JoinSet;
 
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::io::too_short;
 use crate::layout::Part;
 use crate::manifest::{Manifest, ObjectInfo};
-use crate::store::Inner;
 
 /// From this many bytes on, hashing moves off the threads that wait for the network.
 const HASH_ASIDE: usize = 1 << 20;

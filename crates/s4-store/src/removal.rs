@@ -8,13 +8,14 @@ use chrono::{DateTime, Utc};
 use object_store::path::Path;
 
 use crate::cause::Cause;
+use crate::entry::MAX_IDS;
 use crate::entry::Op;
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::layout::Part;
 use crate::local::Folder;
 use crate::state::{End, State};
-use crate::store::{Inner, MAX_IDS};
 use crate::sweep::{Doomed, SweepReport, Swept};
 
 impl Inner {

@@ -18,6 +18,7 @@ use serde::Serialize;
 use crate::entry::{Entry, Op};
 use crate::error::{Error, LogDamage, Result};
 use crate::id::{CheckpointId, WriteId};
+use crate::inner::Inner;
 use crate::manifest::MAX_OBJECT;
 use crate::options::StoreOptions;
 use crate::place::Place;
@@ -27,7 +28,7 @@ use crate::reconstruct::{
 use crate::salvage::{LONGEST_GAP, Salvage, Slot};
 use crate::seal;
 use crate::state::{Checkpoint, State};
-use crate::store::{Inner, Store};
+use crate::store::Store;
 use crate::view;
 
 /// Something that a repair cannot recover.

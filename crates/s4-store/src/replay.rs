@@ -8,12 +8,12 @@ use futures::{StreamExt, TryStreamExt};
 use s4_format::Digest;
 use tokio::time::Instant;
 
-use crate::commit::OwnCommits;
 use crate::entry::Entry;
 use crate::error::{Error, LogDamage, Result};
+use crate::inner::Inner;
+use crate::known::Known;
 use crate::log::Seen;
 use crate::state::State;
-use crate::store::Inner;
 use crate::view;
 
 /// Number of further entries that are requested one by one before the log is listed.
@@ -21,26 +21,6 @@ const ONE_BY_ONE: u64 = 4;
 
 /// How often a read-only process reads a damaged log again.
 const LOOK_AGAIN: Duration = Duration::from_secs(10);
-
-/// The state as this process knows it.
-#[derive(Debug, Default)]
-pub(crate) struct Known {
-    pub(crate) state: Arc<State>,
-    /// The newest entry that a stored view covers, as far as is known.
-    pub(crate) viewed: u64,
-    /// What is wrong with the log: only where the store was opened read-only.
-    pub(crate) damage: Vec<LogDamage>,
-    /// The recent commits of this process.
-    pub(crate) own: OwnCommits,
-    /// When a damaged log was read.
-    read_at: Option<Instant>,
-}
-
-impl Known {
-    fn new(state: State, viewed: u64) -> Self {
-        Self { state: Arc::new(state), viewed, ..Self::default() }
-    }
-}
 
 impl Inner {
     /// Loads the state: from the view if there is a good one, else from the log alone.

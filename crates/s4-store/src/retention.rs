@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::entry::MAX_IDS;
 use crate::entry::Op;
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
 use crate::state::{Checkpoint, State};
-use crate::store::{MAX_IDS, Store};
+use crate::store::Store;
 
 /// A policy. It keeps the union of its rules, the ancestors of kept checkpoints, pinned checkpoints,
 /// and always the newest. A policy without rules keeps everything.

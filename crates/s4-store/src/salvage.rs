@@ -16,13 +16,13 @@ use s4_format::Digest;
 use crate::entry::{Entry, Op};
 use crate::error::{Error, LogDamage, Result};
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::layout::Part;
 use crate::log::Seen;
 use crate::reconstruct::{
     KnownOps, MOST_IDS, adopt, has_heir, proven_retires, proven_unretires, replaced,
 };
 use crate::state::State;
-use crate::store::Inner;
 
 /// The most unreadable entries in a row that are added to those which a listing shows.
 const MOST_BAD: u32 = 4;

@@ -15,9 +15,10 @@ use object_store::path::Path;
 use crate::entry::{Entry, Op};
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::layout::Part;
 use crate::state::{Dead, End, State};
-use crate::store::{Inner, Store};
+use crate::store::Store;
 use crate::view;
 
 /// The shortest grace without `exclusive`.

@@ -12,9 +12,10 @@ use s4_format::limits::MAX_CHAIN;
 use crate::entry::{Entry, Op, Publish};
 use crate::error::{Conflict, Error, Result};
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::layout::Part;
 use crate::state::{Checkpoint, End, State};
-use crate::store::{Inner, Store};
+use crate::store::Store;
 
 /// A state of [`Conflict::NotRetired`]: nothing says which checkpoint it is a delta of.
 const NOT_DESCRIBED: &str = "retired, and the log entry that described it was lost before a repair";

@@ -12,9 +12,9 @@ use uuid::Uuid;
 use crate::error::{Error, Result};
 use crate::failure::Failure;
 use crate::id::CheckpointId;
+use crate::inner::Inner;
 use crate::seal;
 use crate::state::{Checkpoint, Dead, State};
-use crate::store::Inner;
 
 const VERSION: u32 = 1;
 
