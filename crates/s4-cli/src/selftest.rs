@@ -5,32 +5,16 @@ mod gpu;
 mod library;
 mod steps;
 
-use std::sync::{Arc, Mutex};
-
 use s4weights::{
     Contents, DType, Preset, ReadOptions, Reader, Simd, Source, Target, TensorSource, WriteOptions,
     Writer, adversarial,
 };
 
+use self::case::Memory;
 use crate::error::{Failure, Result};
 
 /// Elements of a pattern: more than one chunk even of the smallest values, and not a round number.
 const VALUES: usize = (1 << 17) + 1234;
-
-/// A stream into memory that the caller can still reach.
-#[derive(Clone, Default)]
-struct Memory(Arc<Mutex<Vec<u8>>>);
-
-impl std::io::Write for Memory {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap_or_else(|e| e.into_inner()).extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
 
 /// Compares the CUDA devices with the processor, as `s4w selftest --require-gpu` does.
 pub(crate) fn gpu(fault: bool, simd: Option<Simd>) -> Result<String> {

@@ -1,4 +1,6 @@
-//! The tensors that devices are tested with, and the faults that are injected.
+//! The tensors that devices are tested with, the faults that are injected, and a stream into memory.
+
+use std::sync::{Arc, Mutex};
 
 use s4weights::{DType, Preset, TensorView, adversarial};
 
@@ -60,5 +62,20 @@ pub(super) fn damage<'a>(mut bytes: impl Iterator<Item = &'a mut Vec<u8>>) {
     if let Some(first) = bytes.find(|b| !b.is_empty()) {
         let middle = first.len() / 2;
         first[middle] ^= 0x10;
+    }
+}
+
+/// A stream into memory that the caller can still reach.
+#[derive(Clone, Default)]
+pub(super) struct Memory(pub(super) Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Memory {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
     }
 }

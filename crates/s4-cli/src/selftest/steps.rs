@@ -12,7 +12,7 @@ use s4weights::{
     Contents, DType, ReadOptions, Reader, Simd, Source, Target, TensorSource, WriteOptions, Writer,
 };
 
-use super::{Memory, case::differs};
+use super::case::{Memory, differs};
 use crate::error::{Failure, Result};
 
 /// Several chunks of fp32, and not a round number.

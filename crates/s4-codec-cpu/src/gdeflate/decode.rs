@@ -2,8 +2,8 @@
 
 use s4_format::{Error, Result};
 
-use super::LANES;
 use super::code::{CodeEntry, Decoder, END, LITLEN, MAX_PRE_BITS, OFFSETS, PRE_ORDER, fixed};
+use super::lanes::LANES;
 
 type LitLen = Decoder<1024>;
 type Offsets = Decoder<256>;

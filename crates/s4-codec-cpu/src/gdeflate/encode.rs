@@ -1,10 +1,10 @@
 //! The encoder of a page: one block, written in the cheapest way.
 
-use super::LANES;
 use super::code::{
     END, LENGTHS, LITLEN, MAX_BITS, MAX_PRE_BITS, OFFSETS, PRE_ORDER, fixed, offset_base,
 };
 use super::huffman::{codewords, lengths};
+use super::lanes::LANES;
 use super::lanes::LaneWriter;
 use super::matches::Item;
 

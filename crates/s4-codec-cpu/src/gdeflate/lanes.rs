@@ -1,7 +1,8 @@
 //! The writer of a page: it deals bits to 32 lanes, and puts words in the order in which a
 //! decoder takes them.
 
-use super::LANES;
+/// Lanes of a page.
+pub(super) const LANES: usize = 32;
 
 /// Takes bits for each lane and lays out words.
 pub(super) struct LaneWriter<'a> {

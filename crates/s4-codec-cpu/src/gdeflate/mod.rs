@@ -9,10 +9,8 @@ mod matches;
 
 use s4_format::{CodecId, Result};
 
+use self::lanes::LANES;
 use crate::blocks::BlockCodec;
-
-/// Lanes of a page.
-const LANES: usize = 32;
 
 /// Codec `gdeflate`: blocks of 64 KiB, each one GDeflate page.
 #[derive(Debug, Clone, Copy, Default)]
