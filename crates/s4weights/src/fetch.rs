@@ -32,8 +32,8 @@ const THREAD_BYTES: u64 = 512 << 10;
 /// that is predicted from another tensor, or some four that are hardly more than records.
 const LOCAL_VALUES: u64 = 640 << 10;
 
-/// Bytes of a decoded chunk, from an offset on, and where they go.
-struct Piece<'a> {
+/// Where the bytes of a decoded chunk from an offset on go.
+struct Destination<'a> {
     from: usize,
     to: &'a mut [u8],
 }
@@ -45,7 +45,7 @@ pub(crate) struct Job<'a> {
     record: ChunkRecord,
     /// Bytes of the decoded chunk.
     bytes: usize,
-    pieces: Vec<Piece<'a>>,
+    destinations: Vec<Destination<'a>>,
     /// Whether it is predicted from the parent's values.
     pub(crate) delta: bool,
     /// Whether the parent's values are already where the chunk goes.
@@ -86,7 +86,7 @@ impl Job<'_> {
 
     /// Whether the chunk goes to one place as a whole.
     pub(crate) fn is_whole(&self) -> bool {
-        matches!(self.pieces.as_slice(), [piece] if piece.to.len() == self.bytes)
+        matches!(self.destinations.as_slice(), [only] if only.to.len() == self.bytes)
     }
 }
 
@@ -224,7 +224,7 @@ impl Reader {
                     Entry::Occupied(entry) => entry.into_mut(),
                     Entry::Vacant(entry) => entry.insert(self.job(&part, blocks)?),
                 };
-                job.pieces.push(Piece { from: part.from as usize, to: now });
+                job.destinations.push(Destination { from: part.from as usize, to: now });
             }
         }
         Ok(jobs.into_values().collect())
@@ -239,9 +239,19 @@ impl Reader {
             true => vec![],
             false => self.own_input_values(host, &blocks[&host], chunk, bytes)?,
         };
-        let (pieces, parent, bytes) = (vec![], vec![], bytes as usize);
+        let (destinations, parent, bytes) = (vec![], vec![], bytes as usize);
         let in_place = false;
-        Ok(Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, own_inputs })
+        Ok(Job {
+            tensor: host,
+            chunk,
+            record,
+            bytes,
+            destinations,
+            delta,
+            in_place,
+            parent,
+            own_inputs,
+        })
     }
 
     /// The values of other tensors of this checkpoint that a chunk of `bytes` bytes needs, not read yet.
@@ -395,8 +405,8 @@ impl Reader {
             let spec = self.spec(job.tensor, &blocks[&job.tensor]);
             let first = (job.chunk * spec.dtype.value_width() as u64) << spec.chunk_log2;
             let whole = job.is_whole();
-            let to = match job.pieces.first_mut() {
-                Some(piece) if whole => &mut *piece.to,
+            let to = match job.destinations.first_mut() {
+                Some(first) if whole => &mut *first.to,
                 _ => {
                     job.parent = vec![0; job.bytes];
                     &mut job.parent
@@ -466,7 +476,7 @@ impl Reader {
         for job in std::mem::take(&mut span.jobs) {
             let at = span.at(&job.record);
             let frame = &frames[at..at + job.record.len as usize];
-            let bytes: u64 = job.pieces.iter().map(|p| p.to.len() as u64).sum();
+            let bytes: u64 = job.destinations.iter().map(|p| p.to.len() as u64).sum();
             self.decode(job, frame, blocks, scratch, chunk)?;
             done(bytes)?;
         }
@@ -487,7 +497,7 @@ impl Reader {
         let parent = delta.then_some(InputValues::Destination);
         let own_inputs = job.own_inputs.iter().map(|b| InputValues::Slice(b.values()));
         let inputs: Vec<_> = parent.into_iter().chain(own_inputs).collect();
-        let mut pieces = job.pieces;
+        let mut destinations = job.destinations;
         let mut decode = |to: &mut [u8]| {
             let (chunk, record) = (job.chunk, &job.record);
             let chunk = DecodeJob { spec: &spec, chunk, record, frame, inputs: &inputs };
@@ -496,13 +506,13 @@ impl Reader {
                 .map_err(|e| e.in_tensor(self.label(job.tensor)))
                 .at(&self.name)
         };
-        if let Some(piece) = pieces.first_mut().filter(|_| whole) {
-            return decode(piece.to);
+        if let Some(first) = destinations.first_mut().filter(|_| whole) {
+            return decode(first.to);
         }
         let mut parent = job.parent;
         let values = if delta { &mut parent } else { chunk };
         decode(sized(values, job.bytes))?;
-        for p in pieces {
+        for p in destinations {
             p.to.copy_from_slice(&values[p.from..p.from + p.to.len()]);
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use s4_codec_gpu::DeviceBuffer;
-use s4_engine::cuda::{Batch, CudaEngine, CudaError, DeviceMemory, FrameJob, Piece, Pinned};
+use s4_engine::cuda::{Batch, CudaEngine, CudaError, Destination, DeviceMemory, FrameJob, Pinned};
 use s4_engine::{
     EncodedChunk, Engine, Jobs, NoInputs, Preset, TensorPlan, TensorSpec, TensorValues,
 };
@@ -212,7 +212,10 @@ impl Coded {
                 },
                 at: f.at - *first,
                 bytes,
-                pieces: vec![Piece { from: 0, to: to[f.tensor].part(f.chunk * size, bytes)? }],
+                destinations: vec![Destination {
+                    from: 0,
+                    to: to[f.tensor].part(f.chunk * size, bytes)?,
+                }],
                 input: None,
                 moments: None,
             });

@@ -47,7 +47,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
     /// memory. The work is queued when this returns; a later call may return its errors.
     ///
     /// # Errors
-    /// `Gpu`: pieces that are not on that device, too many bytes, the driver. `Format`: a damaged
+    /// `Gpu`: destinations that are not on that device, too many bytes, the driver. `Format`: a damaged
     /// or unsupported chunk. Those of `fill`.
     pub fn push<E: From<CudaError>>(
         &mut self,
@@ -330,7 +330,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         let scratch = self.session.scratch() + launch.scratch;
         chunk.frame = self.session.frames(slot) + job.at as u64;
         chunk.scratch = scratch;
-        chunk.values = if direct { job.pieces[0].to.address() } else { scratch + own };
+        chunk.values = if direct { job.destinations[0].to.address() } else { scratch + own };
         // The extras of a launch precede it.
         let extras = self.session.meta(slot) + busy.meta as u64;
         let place = match busy.sets.get(&tensor) {
@@ -470,7 +470,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         Ok(())
     }
 
-    /// Decodes a chunk on the CPU and copies its pieces.
+    /// Decodes a chunk on the CPU and copies the wanted parts.
     fn decode_on_host(&mut self, frames: &Frames, job: &FrameJob<'_>) -> Result<()> {
         if self.bounce.is_none() {
             let most = abi::MAX_DECODE_BYTES as usize;
@@ -484,8 +484,8 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         let (spec, chunk, record) = (&job.spec, job.chunk, &job.record);
         let chunk = crate::DecodeJob { spec, chunk, record, frame, inputs: &[] };
         self.host.cpu.decode(&chunk, &mut self.scratch, values).of(job.tensor)?;
-        for piece in &job.pieces {
-            let (from, to, len) = (piece.from as usize, piece.to, piece.to.bytes() as usize);
+        for part in &job.destinations {
+            let (from, to, len) = (part.from as usize, part.to, part.to.bytes() as usize);
             // SAFETY: the caller's memory, which nothing else uses; `bounce` stays until the copy
             // is done, below.
             unsafe { worker.copy.copy_to_device(bounce, from, len, to.address()) }?;

@@ -10,12 +10,12 @@ use super::error::{Of, Result};
 use crate::DeviceMemory;
 use crate::{TensorSpec, moment_dtypes};
 
-/// Bytes of a decoded chunk, and where they go.
+/// Where a part of a decoded chunk goes.
 #[derive(Debug, Clone, Copy)]
-pub struct Piece {
-    /// Their offset in the chunk's values.
+pub struct Destination {
+    /// Offset of its bytes in the chunk's values.
     pub from: u64,
-    /// Their destination.
+    /// The memory that they fill.
     pub to: DeviceMemory,
 }
 
@@ -35,10 +35,10 @@ pub struct FrameJob<'a> {
     pub at: usize,
     /// Bytes of its values.
     pub bytes: u64,
-    /// The wanted parts of the values, and their destinations: all on one device, without overlap.
-    /// A difference from a parent has a single piece, the whole chunk; the parent's values are
+    /// Where the wanted parts of the values go: all on one device, without overlap.
+    /// A difference from a parent has a single destination, for the whole chunk; the parent's values are
     /// already there, or earlier calls put them there.
-    pub pieces: Vec<Piece>,
+    pub destinations: Vec<Destination>,
     /// For a copy, the place where the values that it copies already lie; for a rounded copy they have twice its bytes.
     pub input: Option<DeviceMemory>,
     /// For weights predicted from moments, or with contexts from them: the places where all values of both moments
@@ -60,13 +60,14 @@ impl FrameJob<'_> {
 
     /// Whether the whole chunk goes to a single place.
     pub(super) fn has_one_place(&self) -> bool {
-        matches!(&self.pieces[..], [p] if p.to.bytes() == self.bytes)
+        matches!(&self.destinations[..], [p] if p.to.bytes() == self.bytes)
     }
 
-    /// The spans that copy its pieces from the chunk's values, at an address, to their destinations.
+    /// The spans that copy the wanted parts of the chunk's values, at an address, to their destinations.
     pub(super) fn copies(&self, values: u64) -> impl Iterator<Item = CopySpan> {
-        let copies = move |p: &Piece| CopySpan::cut(values + p.from, p.to.address(), p.to.bytes());
-        self.pieces.iter().flat_map(copies)
+        let copies =
+            move |p: &Destination| CopySpan::cut(values + p.from, p.to.address(), p.to.bytes());
+        self.destinations.iter().flat_map(copies)
     }
 }
 
@@ -130,7 +131,7 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
             .of(job.tensor);
         }
         let width = job.spec.dtype.value_width() as u64;
-        let inside = |p: &Piece| {
+        let inside = |p: &Destination| {
             p.from.checked_add(p.to.bytes()).is_some_and(|end| end <= job.bytes)
                 && p.to.ordinal() == ordinal
         };
@@ -140,9 +141,9 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
         let of_input = job.bytes.checked_mul(job.spec.plan.input_scale());
         let input = job.input.is_none_or(|m| m.ordinal() == ordinal && of_input == Some(m.bytes()));
         let moments = job.moments.is_none_or(|m| has_moments(job, m, ordinal));
-        if !whole || !input || !moments || !job.pieces.iter().all(inside) {
+        if !whole || !input || !moments || !job.destinations.iter().all(inside) {
             let what = format!(
-                "invalid pieces, input or moments for a chunk of {} bytes on device {ordinal}",
+                "invalid destinations, input or moments for a chunk of {} bytes on device {ordinal}",
                 job.bytes
             );
             return Err(GpuError::Argument(what).into());

@@ -47,7 +47,7 @@ pub use decode::Decoder;
 pub use error::{CudaError, Result};
 pub use fetch::FetchItem;
 pub use host_copies::HostCopies;
-pub use job::{Batch, FrameJob, Piece};
+pub use job::{Batch, Destination, FrameJob};
 pub use nvcomp::Trusted;
 pub use pieces::FrameMemory;
 pub use staging::{StagedCopies, Stager};

@@ -10,7 +10,7 @@ use s4_format::ChunkRecord;
 use s4_format::side::Side;
 
 use super::error::{Of, Result};
-use super::{CudaEngine, CudaError, Decoder, DeviceMemory, FrameJob, Piece, Trusted};
+use super::{CudaEngine, CudaError, Decoder, Destination, DeviceMemory, FrameJob, Trusted};
 use crate::{
     CpuEngine, EncodeJob, EncodedChunk, Engine, Jobs, NoInputs, PlanJob, Preset, Scratch,
     TensorPlan, TensorSpec, TensorValues, TensorView,
@@ -262,7 +262,7 @@ impl<'a> Span<'a> {
             record: coded.record(chunk),
             at: self.bytes.len(),
             bytes,
-            pieces: vec![Piece { from: 0, to: to.part((chunk * size) as u64, bytes)? }],
+            destinations: vec![Destination { from: 0, to: to.part((chunk * size) as u64, bytes)? }],
             input: None,
             moments: None,
         });

@@ -1,7 +1,7 @@
 //! Rounded copies of wider tensors: the CPU's frames, wherever the wider values are, made and read by the kernels alone.
 
 use bytes::Bytes;
-use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, FrameJob, Piece};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Destination, FrameJob};
 use s4_engine::{
     CpuEngine, DecodeJob, EncodeJob, Engine, Input, InputSize, InputValues, Inputs, Jobs,
     PlaneCoding, Scratch, TensorPlan, chunk_log2,
@@ -193,7 +193,10 @@ fn decode(
                     record: c.coded.record(chunk),
                     at: 0,
                     bytes,
-                    pieces: vec![Piece { from: 0, to: to[tensor].memory().part(first, bytes)? }],
+                    destinations: vec![Destination {
+                        from: 0,
+                        to: to[tensor].memory().part(first, bytes)?,
+                    }],
                     input: given.then_some(input),
                     moments: None,
                 };

@@ -2,7 +2,7 @@
 //! of them decoded where they belong.
 
 use bytes::Bytes;
-use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory, GpuError, Piece};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Destination, DeviceMemory, GpuError};
 use s4_engine::{
     CpuEngine, EncodeJob, Engine, Input, InputFrame, InputSize, Inputs, Jobs, ParentSample,
     PlanJob, PlaneCoding, Preset, Scratch, TensorPlan, parent_probes,
@@ -346,8 +346,8 @@ pub(crate) fn decode(gpu: &Gpu, engine: &CudaEngine, lines: &[Line]) -> (Vec<Vec
                         if span.bytes.len() + e.chunks[chunk].1.len() + 16 > decoder.room() {
                             std::mem::take(&mut span).push(decoder, 0)?;
                         }
-                        let pieces = vec![Piece { from: 0, to }];
-                        span.add(number, e.spec(host), chunk, e, bytes, pieces);
+                        let destinations = vec![Destination { from: 0, to }];
+                        span.add(number, e.spec(host), chunk, e, bytes, destinations);
                     }
                 }
                 span.push(decoder, 0)?;
@@ -409,8 +409,8 @@ fn what_the_kernels_lack_is_left_to_the_cpu() {
     let left = engine.decode::<CudaError>(&[to.memory()], None, |decoder| {
         let mut span = Span::default();
         let bytes = lines[0].last().chunk_bytes(&e.plan, 0);
-        let pieces = vec![Piece { from: 0, to: to.memory().part(0, bytes)? }];
-        span.add(5, e.spec(&lines[0].steps[1]), 0, e, bytes, pieces);
+        let destinations = vec![Destination { from: 0, to: to.memory().part(0, bytes)? }];
+        span.add(5, e.spec(&lines[0].steps[1]), 0, e, bytes, destinations);
         span.push(decoder, 0)
     });
     assert!(matches!(left, Err(CudaError::Format { tensor: 5, .. })), "{left:?}");

@@ -34,8 +34,8 @@ fn spans<'a>(gpu: &Gpu, hosts: &'a [Host], encoded: &'a [Encoded]) -> (Vec<Uploa
             let bytes = host.chunk_bytes(&e.plan, chunk as u64);
             let to = to[t].memory().part(first, bytes).unwrap();
             let mut span = Span::default();
-            let piece = s4_engine::cuda::Piece { from: 0, to };
-            span.add(t, e.spec(host), chunk, e, bytes, vec![piece]);
+            let destination = s4_engine::cuda::Destination { from: 0, to };
+            span.add(t, e.spec(host), chunk, e, bytes, vec![destination]);
             spans.push(span);
             first += bytes;
         }

@@ -1,7 +1,7 @@
 //! Damaged frames whose checksums were mended: the device says what the CPU says, and writes nowhere
 //! else.
 
-use s4_engine::cuda::{CudaError, CudaOptions, FrameJob, Piece};
+use s4_engine::cuda::{CudaError, CudaOptions, Destination, FrameJob};
 use s4_engine::{CpuEngine, Scratch};
 use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, DType, StreamEntry};
@@ -168,7 +168,10 @@ fn decode_all(
                     record: d.record,
                     at: 0,
                     bytes,
-                    pieces: vec![Piece { from: 0, to: to.memory().part(places[i] as u64, bytes)? }],
+                    destinations: vec![Destination {
+                        from: 0,
+                        to: to.memory().part(places[i] as u64, bytes)?,
+                    }],
                     input: None,
                     moments: None,
                 };

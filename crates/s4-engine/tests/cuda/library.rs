@@ -4,7 +4,7 @@
 use std::borrow::Borrow;
 
 use s4_codec_cpu::{Codecs, open_codecs};
-use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Piece, Trusted};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Destination, Trusted};
 use s4_engine::{CpuEngine, EncodeJob, Engine, NoInputs, PlanJob, Preset, Scratch};
 use s4_format::manifest::ClosedCodec;
 use s4_format::{CodecId, DType, LayoutId, StreamEntry};
@@ -90,11 +90,11 @@ fn decode(
                 if from < end {
                     let at = (from - wanted.start) as u64;
                     let to = memory[t].part(at, (end - from) as u64)?;
-                    let piece = Piece { from: (from - first) as u64, to };
+                    let destination = Destination { from: (from - first) as u64, to };
                     if span.bytes.len() + e.chunks[chunk].1.len() + 16 > decoder.room() {
                         std::mem::take(&mut span).push(decoder, ordinal)?;
                     }
-                    span.add(t, e.spec(host), chunk, e, bytes as u64, vec![piece]);
+                    span.add(t, e.spec(host), chunk, e, bytes as u64, vec![destination]);
                 }
                 first += bytes;
             }

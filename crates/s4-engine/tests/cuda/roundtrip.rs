@@ -1,6 +1,6 @@
 //! Frames equal to the CPU's, and values that come back.
 
-use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, Piece};
+use s4_engine::cuda::{CudaError, CudaOptions, Destination, DeviceMemory};
 use s4_engine::{Engine, Jobs, NoInputs, PlaneCoding, Preset, TensorPlan, TensorValues};
 use s4_format::layout::Planes;
 use s4_format::{DType, LayoutId, Plan};
@@ -172,12 +172,13 @@ fn parts(
             let mut span = Span::default();
             for chunk in 0..e.chunks.len() {
                 let bytes = host.chunk_bytes(&e.plan, chunk as u64);
-                let piece = |(from, len): (u64, u64)| -> Result<Piece, CudaError> {
+                let destination = |(from, len): (u64, u64)| -> Result<Destination, CudaError> {
                     let to: DeviceMemory = to.memory().part(chunk as u64 * size + from, len)?;
-                    Ok(Piece { from, to })
+                    Ok(Destination { from, to })
                 };
-                let pieces = runs(bytes).map(piece).into_iter().collect::<Result<_, _>>()?;
-                span.add(0, e.spec(host), chunk, e, bytes, pieces);
+                let destinations =
+                    runs(bytes).map(destination).into_iter().collect::<Result<_, _>>()?;
+                span.add(0, e.spec(host), chunk, e, bytes, destinations);
             }
             span.push(decoder, 0)
         })

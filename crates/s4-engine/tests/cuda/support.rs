@@ -4,7 +4,7 @@ use std::borrow::Borrow;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use s4_codec_gpu::{Cuda, Device, DeviceBuffer, GpuError, Pinned, Pool, Stream};
-use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory, FrameJob, Piece};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Destination, DeviceMemory, FrameJob};
 use s4_engine::{
     CpuEngine, EncodeJob, EncodedChunk, Engine, Jobs, NoInputs, PlanJob, Preset, Scratch,
     TensorPlan, TensorSpec, TensorValues, TensorView,
@@ -280,11 +280,11 @@ pub(crate) fn decode(
             let mut first = 0;
             for chunk in 0..e.chunks.len() {
                 let bytes = host.chunk_bytes(&e.plan, chunk as u64);
-                let piece = Piece { from: 0, to: memory[t].part(first, bytes)? };
+                let destination = Destination { from: 0, to: memory[t].part(first, bytes)? };
                 if span.bytes.len() + e.chunks[chunk].1.len() + 16 > decoder.room() {
                     std::mem::take(&mut span).push(decoder, gpu.device.ordinal())?;
                 }
-                span.add(t, e.spec(host), chunk, e, bytes, vec![piece]);
+                span.add(t, e.spec(host), chunk, e, bytes, vec![destination]);
                 first += bytes;
             }
         }
@@ -308,7 +308,7 @@ impl<'a> Span<'a> {
         chunk: usize,
         e: &Encoded,
         bytes: u64,
-        pieces: Vec<Piece>,
+        destinations: Vec<Destination>,
     ) {
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
         self.jobs.push(FrameJob {
@@ -318,7 +318,7 @@ impl<'a> Span<'a> {
             record: e.record(chunk),
             at: self.bytes.len(),
             bytes,
-            pieces,
+            destinations,
             input: None,
             moments: None,
         });

@@ -2,7 +2,7 @@
 //! moments are, made and read by the kernels alone.
 
 use bytes::Bytes;
-use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, FrameJob, Piece};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Destination, FrameJob};
 use s4_engine::{
     CpuEngine, DeviceMemory, EncodeJob, Engine, Input, InputSize, Inputs, Jobs, Moment,
     MomentSample, ParentSample, PlanJob, PlaneCoding, Preset, Scratch, TensorPlan, Values,
@@ -362,7 +362,10 @@ fn decode(
                     record: e.record(chunk),
                     at: 0,
                     bytes,
-                    pieces: vec![Piece { from: 0, to: to[tensor].memory().part(first, bytes)? }],
+                    destinations: vec![Destination {
+                        from: 0,
+                        to: to[tensor].memory().part(first, bytes)?,
+                    }],
                     input: None,
                     // Twice the first if there is no second.
                     moments: match given {

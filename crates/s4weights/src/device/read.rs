@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use s4_engine::cuda::{Batch, CudaEngine, Decoder, DeviceMemory, FrameJob, Piece, Trusted};
+use s4_engine::cuda::{Batch, CudaEngine, Decoder, Destination, DeviceMemory, FrameJob, Trusted};
 
 use super::chain::{Chain, Step, Wanted};
 use crate::error::{At, Error, Result};
@@ -275,11 +275,11 @@ impl Call<'_> {
                 record,
                 at: 0,
                 bytes,
-                pieces: vec![],
+                destinations: vec![],
                 input,
                 moments,
             });
-            job.pieces.push(Piece { from, to: part });
+            job.destinations.push(Destination { from, to: part });
         }
         Ok(())
     }
@@ -320,7 +320,7 @@ impl Call<'_> {
             load.pieces.push((start, span.object, span.first, span.bytes()));
             // Each value is counted once, with the checkpoint itself.
             let own = span.jobs.iter().filter(|_| self.counted);
-            load.counted += own.flat_map(|j| &j.1.pieces).map(|p| p.to.bytes()).sum::<u64>();
+            load.counted += own.flat_map(|j| &j.1.destinations).map(|p| p.to.bytes()).sum::<u64>();
             for (_, job) in std::mem::take(&mut span.jobs) {
                 let at = start + span.at(&job.record);
                 batch.jobs.push(FrameJob { at, ..job });

@@ -409,8 +409,8 @@ fn place(
 ) -> (DecodeChunk, u64) {
     let mut d = chunk.descriptor;
     d.scratch = scratch;
-    d.values = match &job.pieces[..] {
-        [piece] if job.has_one_place() => piece.to.address(),
+    d.values = match &job.destinations[..] {
+        [only] if job.has_one_place() => only.to.address(),
         _ => scratch + chunk.own,
     };
     let mut plane = scratch + chunk.own + chunk.values;
