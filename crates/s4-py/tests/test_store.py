@@ -350,6 +350,9 @@ def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path: Path) -> Non
         *((r, TypeError) for r in (True, False, 2.0, "3", {"keep_last": 2})),
         *((r, ValueError) for r in (0, -1)),
     ]
+    # An empty variable is not the current folder.
+    with pytest.raises(ValueError, match="path is empty"):
+        CheckpointStore("")
     for retention, error in wrong:
         with pytest.raises(error, match=r"retention=|keep_last="):
             CheckpointStore(tmp_path, retention=retention)

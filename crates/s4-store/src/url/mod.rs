@@ -88,6 +88,10 @@ type Parsed = (Url, Option<(Remote, Path)>);
 fn parse(url: &str) -> Result<Option<Parsed>> {
     let name = redact_url(url).into_owned();
     let bad = |what: &str| Error::Argument(format!("{name}: {what}"));
+    // Perhaps a variable that is not set.
+    if url.is_empty() {
+        return Err(Error::Argument("the path is empty: the current folder is `.`".into()));
+    }
     // `C:\x` is a path and no URL.
     if !url.contains("://") {
         let scheme =
@@ -208,7 +212,7 @@ mod tests {
             assert_eq!(place.as_folder().is_some(), folder, "{text}");
         }
         assert_eq!(Place::open_url("memory://a/b", &none).unwrap().name(), "memory://a/b");
-        for bad in ["ftp://x/y", "s3:///nobucket", "http://x/y", "file://host/x"] {
+        for bad in ["", "ftp://x/y", "s3:///nobucket", "http://x/y", "file://host/x"] {
             assert!(matches!(Place::open_url(bad, &none), Err(Error::Argument(_))), "{bad}");
         }
         for url in ["memory://a/b", " memory://a/b", "file:///x/y", "FILE:///x"] {
