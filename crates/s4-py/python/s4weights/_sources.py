@@ -97,7 +97,9 @@ def absolute(place: str | os.PathLike[str]) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{place!r}: the path of a store must be valid UTF-8") from None
-    return os.path.abspath(text) if text and "://" not in text and not is_url(text) else text
+    if not text:
+        raise ValueError("the path is empty: the current folder is '.'")
+    return os.path.abspath(text) if "://" not in text and not is_url(text) else text
 
 
 def check_flag(name: str, value: object) -> None:
