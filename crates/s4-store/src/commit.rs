@@ -266,14 +266,15 @@ impl Inner {
             let op = entry.op.clone();
             if is_lost(&known.state, &op) {
                 let possible = known.state.check(&op).map_err(|e| e.to_string());
-                let Op::Publish(publish) = &op else { return Ok(Some(op)) };
+                // A sweep may have deleted what is not listed any more.
+                let Some(about) = op.listed() else { return Ok(Some(op)) };
                 let whole = match possible {
-                    Ok(()) => self.check_whole(publish).await.map_err(|e| e.to_string()),
+                    Ok(()) => self.check_whole(about).await.map_err(|e| e.to_string()),
                     Err(e) => Err(e),
                 };
                 let Err(why) = whole else { return Ok(Some(op)) };
                 known.own.owed.pop_front();
-                return Err(Error::SaveLost { place: self.name.clone(), id: publish.id, why });
+                return Err(Error::SaveLost { place: self.name.clone(), id: about.id, why });
             }
             // The operation is in the log again.
             known.own.owed.pop_front();

@@ -141,6 +141,11 @@ pub struct Reference {
 }
 
 impl Publish {
+    /// What other entries call it.
+    pub(crate) fn reference(&self) -> Reference {
+        Reference { id: self.id, manifest_blake3: self.manifest_blake3 }
+    }
+
     /// What is wrong with a record that was read, if anything.
     fn problem(&self) -> Option<String> {
         let differ = || "the object counts of its ranks do not add up to the total".to_owned();
@@ -148,8 +153,29 @@ impl Publish {
         self.parts.problem().or_else(|| (!sum).then(differ))
     }
 
-    /// Whether it says nothing but the checkpoint's id and hash: a repair writes such an entry for a checkpoint
-    /// that has ended, if the entry that described it is lost. Its length is recorded as 0, which no manifest has.
+    /// A description that says nothing but the checkpoint's id and hash, and what it replaces. A repair writes it for
+    /// a checkpoint that has ended, if the entry that described it is lost.
+    pub(crate) fn bare(checkpoint: Reference, replaces: Option<Reference>) -> Self {
+        Self {
+            id: checkpoint.id,
+            step: 0,
+            parent: None,
+            since_base: 0,
+            replaces,
+            order: None,
+            manifest_blake3: checkpoint.manifest_blake3,
+            manifest_len: 0,
+            objects: 0,
+            parts: Parts::default(),
+            data_len: 0,
+            raw_len: 0,
+            metrics: BTreeMap::new(),
+            tags: BTreeMap::new(),
+        }
+    }
+
+    /// Whether it is a [bare](Self::bare) one: no manifest has 0 bytes. A checkpoint that is listed by such an entry,
+    /// because the later one that ended it is lost, too, counts as one whose manifest is missing.
     pub(crate) fn is_bare(&self) -> bool {
         self.manifest_len == 0
     }

@@ -5,11 +5,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use s4_format::Digest;
-
 use crate::entry::{Entry, Op, Publish, Reference};
 use crate::id::CheckpointId;
-use crate::layout::Parts;
 use crate::state::{Checkpoint, End, State};
 
 /// No more checkpoints are added to an operation, so that its entry does not become too large.
@@ -35,18 +32,17 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     ops.extend(aborted.into_iter().map(|(n, ids)| (n, Op::Abort { ids })));
     for (id, dead) in &state.dead {
         let End::Replaced { by, had } = dead.how else { continue };
-        // All members of a family hold the same values, so the newest one describes them all.
+        let old = Reference { id: *id, manifest_blake3: had };
         let Some(newest) = state.get(state.stands_for(*id)) else {
             // The newest one has ended, too. But without this entry, the replaced one would be listed again.
-            ops.insert(dead.entry, bare(by, Some(Reference { id: *id, manifest_blake3: had })));
+            ops.insert(dead.entry, bare(by, Some(old)));
             continue;
         };
         if !replacements.contains(id) {
-            ops.insert(newest.order, stand_in(newest, *id, had, None));
+            ops.insert(newest.order, bare(old, None));
         }
         if let Some(End::Replaced { had: next, .. }) = state.dead(by.id).map(|d| d.how) {
-            let old = Reference { id: *id, manifest_blake3: had };
-            ops.insert(dead.entry, stand_in(newest, by.id, next, Some(old)));
+            ops.insert(dead.entry, bare(Reference { id: by.id, manifest_blake3: next }, Some(old)));
         }
     }
     for checkpoint in state.live.values() {
@@ -155,13 +151,18 @@ pub(crate) fn proven_retires<'a>(
     proven
 }
 
+/// Publishes a checkpoint of which nothing more is known, or matters.
+fn bare(checkpoint: Reference, replaces: Option<Reference>) -> Op {
+    Op::Publish(Publish::bare(checkpoint, replaces))
+}
+
 /// The known operations of a log, by number, each with its writer's clock.
 pub(crate) type KnownOps<'a> = BTreeMap<u64, (&'a Op, i64)>;
 
-/// Operations `unretire` that lost entries must have held, by the number that takes them: a checkpoint becomes a
-/// parent, is replaced or is pinned only while it is listed. `ops` are the known operations after `state`, `lost` the
-/// numbers that may be used.
-pub(crate) fn proven_unretires(
+/// Operations `unretire` and `unpin` that lost entries must have held, by the number that takes them: a checkpoint
+/// becomes a parent, is replaced or is pinned only while it is listed, and is retired only while it is not pinned.
+/// `ops` are the known operations after `state`, `lost` the numbers that may be used.
+pub(crate) fn proven_by_rules(
     state: &State,
     ops: &KnownOps<'_>,
     lost: &BTreeSet<u64>,
@@ -169,13 +170,13 @@ pub(crate) fn proven_unretires(
 ) -> BTreeMap<u64, Op> {
     let mut proven = BTreeMap::new();
     // One may need another one before it, since what a checkpoint is a delta of is listed, too.
-    while let Some((n, op)) = next_unretire(state, ops, lost, replaced, &proven) {
+    while let Some((n, op)) = next_proven(state, ops, lost, replaced, &proven) {
         proven.insert(n, op);
     }
     proven
 }
 
-fn next_unretire(
+fn next_proven(
     state: &State,
     ops: &KnownOps<'_>,
     lost: &BTreeSet<u64>,
@@ -185,8 +186,12 @@ fn next_unretire(
     let mut state = state.clone();
     let mut all = ops.clone();
     all.extend(proven.iter().map(|(n, op)| (*n, (op, 0))));
-    // How each checkpoint was listed last.
-    let mut before = state.live.clone();
+    // The last free number after one entry and before another.
+    let free = |after: u64, before: u64| {
+        lost.range(after..before).rev().find(|n| !all.contains_key(n)).copied()
+    };
+    // How each checkpoint was listed last, and the entry that pinned it.
+    let (mut before, mut pins) = (state.live.clone(), BTreeMap::new());
     for (n, (op, at_ms)) in &all {
         let (named, is_replaced) = match op {
             Op::Publish(Publish { replaces: Some(old), .. }) => (Some(old.id), true),
@@ -199,15 +204,25 @@ fn next_unretire(
         let was = named.and_then(|id| before.get(&id));
         if let (Some(retired), Some(was)) = (retired, was)
             && (is_replaced || !was.about.is_bare())
-            && let Some(free) = lost.range(retired.entry..*n).rev().find(|n| !all.contains_key(n))
+            && let Some(free) = free(retired.entry, *n)
         {
             let (about, order, published_ms) = (was.about.clone(), was.order, was.at_ms);
-            return Some((*free, Op::Unretire { about: Box::new(about), order, published_ms }));
+            return Some((free, Op::Unretire { about: Box::new(about), order, published_ms }));
+        }
+        if let Op::Retire { ids, .. } = op {
+            for id in ids.iter().filter(|id| state.get(**id).is_some_and(|c| c.pinned)) {
+                if let Some(free) = free(pins.get(id).copied().unwrap_or(state.head), *n) {
+                    return Some((free, Op::Unpin { id: *id }));
+                }
+            }
         }
         let entry = Entry::of_lost(*n, (*op).clone(), *at_ms);
         state.salvage(&entry, has_heir(replaced, &entry));
         let listed = entry.op.listed().and_then(|about| state.get(about.id));
         before.extend(listed.map(|c| (c.id(), c.clone())));
+        if let Op::Pin { id } = op {
+            pins.insert(*id, *n);
+        }
     }
     None
 }
@@ -228,38 +243,4 @@ fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
     }
     let (order, published_ms) = (checkpoint.order, checkpoint.at_ms);
     Op::Unretire { about: Box::new(about), order, published_ms }
-}
-
-/// Publishes a checkpoint that has ended, and of which nothing else is known: [`Publish::is_bare`].
-fn bare(checkpoint: Reference, replaces: Option<Reference>) -> Op {
-    Op::Publish(Publish {
-        id: checkpoint.id,
-        step: 0,
-        parent: None,
-        since_base: 0,
-        replaces,
-        order: None,
-        manifest_blake3: checkpoint.manifest_blake3,
-        manifest_len: 0,
-        objects: 0,
-        parts: Parts::default(),
-        data_len: 0,
-        raw_len: 0,
-        metrics: BTreeMap::new(),
-        tags: BTreeMap::new(),
-    })
-}
-
-/// Publishes a checkpoint that was replaced later: nothing but its id and its manifest's hash
-/// matters any more.
-fn stand_in(newest: &Checkpoint, id: CheckpointId, had: Digest, old: Option<Reference>) -> Op {
-    Op::Publish(Publish {
-        id,
-        manifest_blake3: had,
-        parent: None,
-        since_base: 0,
-        replaces: old,
-        order: None,
-        ..newest.about.clone()
-    })
 }

@@ -23,7 +23,7 @@ use crate::manifest::MAX_OBJECT;
 use crate::options::StoreOptions;
 use crate::place::Place;
 use crate::reconstruct::{
-    KnownOps, MOST_IDS, adopt, has_heir, proven_retires, proven_unretires, reconstruct, replaced,
+    KnownOps, MOST_IDS, adopt, has_heir, proven_by_rules, proven_retires, reconstruct, replaced,
 };
 use crate::salvage::{LONGEST_GAP, Salvage, Slot};
 use crate::seal;
@@ -135,8 +135,8 @@ impl Inner {
         let replaced = replaced(&good);
         let mut ops: KnownOps<'_> = good.iter().map(|e| (e.n, (&e.op, e.at_ms))).collect();
         ops.extend(known.iter().map(|(n, op)| (*n, (op, now))));
-        let unretires = proven_unretires(&State::default(), &ops, &lost, &replaced);
-        known.extend(unretires);
+        let others = proven_by_rules(&State::default(), &ops, &lost, &replaced);
+        known.extend(others);
         let op_at = |n| match there.get(&n) {
             Some(op) => Some((n, *op, false)),
             None => known.get(&n).map(|op| (n, op, true)),

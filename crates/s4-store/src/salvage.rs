@@ -20,7 +20,7 @@ use crate::inner::Inner;
 use crate::layout::Part;
 use crate::log::Seen;
 use crate::reconstruct::{
-    KnownOps, MOST_IDS, adopt, has_heir, proven_retires, proven_unretires, replaced,
+    KnownOps, MOST_IDS, adopt, has_heir, proven_by_rules, proven_retires, replaced,
 };
 use crate::state::State;
 
@@ -242,10 +242,10 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
     let mut proven = proven_publishes(anchor, &good, &lost);
     let mut ops: KnownOps<'_> = good.iter().map(|e| (e.n, (&e.op, e.at_ms))).collect();
     ops.extend(proven.iter().map(|(n, op)| (*n, (op, 0))));
-    let unretires = proven_unretires(anchor, &ops, &lost, &replaced);
-    ops.extend(unretires.iter().map(|(n, op)| (*n, (op, 0))));
+    let others = proven_by_rules(anchor, &ops, &lost, &replaced);
+    ops.extend(others.iter().map(|(n, op)| (*n, (op, 0))));
     let retires = proven_retires(anchor, ops.into_iter().map(|(n, (op, _))| (n, op, false)));
-    proven.extend(unretires);
+    proven.extend(others);
     let retire = |(n, ids)| (n, Op::Retire { ids, reason: String::new() });
     proven.extend(retires.into_iter().map(retire));
     // The hash that the next entry must name, if it is known.

@@ -307,9 +307,10 @@ impl State {
         }
         let mut verdict = self.check(&entry.op);
         if verdict.is_err() && has_heir {
+            // What it was a delta of is not known any more, so it must never be listed as it is.
             match &mut entry.op {
-                Op::Publish(about) => (about.parent, about.replaces) = (None, None),
-                Op::Unretire { about, .. } => about.parent = None,
+                Op::Publish(about) => *about = Publish::bare(about.reference(), None),
+                Op::Unretire { about, .. } => **about = Publish::bare(about.reference(), None),
                 _ => {}
             }
             verdict = self.check(&entry.op);

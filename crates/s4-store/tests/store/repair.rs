@@ -408,6 +408,58 @@ async fn a_lost_unretire_is_proved_by_what_needs_it() {
     }
 }
 
+/// A checkpoint is retired only while it is not pinned, so a `retire` proves that a lost entry unpinned it.
+#[tokio::test(start_paused = true)]
+async fn a_lost_unpin_is_proved_by_a_retire() {
+    let (faults, place, saved) = grown(2).await;
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    store.pin(saved[1].id()).await.unwrap();
+    store.unpin(saved[1].id()).await.unwrap();
+    store.retire(&[saved[1].id()], "").await.unwrap();
+    harm(&faults, 4, Way::Flipped, &faults).await;
+    let told = Store::repair(&place, quick_options(), true).await.unwrap();
+    assert_eq!((told.fenced, told.reconstructed), (vec![], vec![4]));
+    assert_eq!(steps(&Store::open(&place, quick_options()).await.unwrap()).await, [1]);
+}
+
+/// A repair does not know what a replaced checkpoint was a delta of. If a later damage costs the replacement, the
+/// replaced one must not be listed as a base.
+#[tokio::test(start_paused = true)]
+async fn a_second_damage_lists_no_delta_as_a_base() {
+    let (faults, place, saved) = grown(2).await;
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    store.rebase(saved[1].id(), &mut toy::ToyRebaser::default()).await.unwrap();
+    toy::save(&store, 3, None, &[3; 20]).await.unwrap();
+    for (n, left) in [(1, &[2, 3][..]), (3, &[3])] {
+        faults.delete(&Path::from("runs/one/logck")).await.ok();
+        harm(&faults, n, Way::Flipped, &faults).await;
+        Store::repair(&place, quick_options(), true).await.unwrap();
+        assert_eq!(steps(&Store::open(&place, quick_options()).await.unwrap()).await, left);
+    }
+}
+
+/// A process finds that the log has lost its `unretire`. Meanwhile a sweep deleted the data, so it does not list the
+/// checkpoint again.
+#[tokio::test(start_paused = true)]
+async fn what_a_sweep_deleted_is_not_listed_again_by_its_writer() {
+    let (faults, place, saved) = grown(2).await;
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    store.retire(&[saved[1].id()], "").await.unwrap();
+    store.unretire(&[saved[1].id()]).await.unwrap();
+    // As if it had been lost: the log ends before it, and the data is gone.
+    faults.delete(&key(4)).await.unwrap();
+    for part in ["manifest", "d-0", "d-1"] {
+        let object = Path::from(format!("runs/one/ck/{}/{part}", saved[1].id()));
+        faults.delete(&object).await.unwrap();
+    }
+    let other = Store::open(&place, quick_options()).await.unwrap();
+    toy::save(&other, 3, None, &[3; 20]).await.unwrap();
+    let refused = toy::save(&store, 4, None, &[4; 20]).await.unwrap_err();
+    assert!(matches!(refused, Error::SaveLost { id, .. } if id == saved[1].id()), "{refused}");
+    toy::save(&store, 4, None, &[4; 20]).await.unwrap();
+    assert_eq!(steps(&store).await, [1, 3, 4]);
+}
+
 /// A listing that misses entries in the middle of the log is no proof that they are lost.
 #[tokio::test(start_paused = true)]
 async fn a_stale_listing_loses_no_entries() {

@@ -13,7 +13,10 @@ use s4_store::{
 
 use crate::{faulty, simulations};
 
+mod deeds;
 mod repairs;
+
+use deeds::{Deed, USUAL};
 
 const LEN: usize = 24;
 const GRACE: Duration = Duration::from_secs(24 * 3600);
@@ -72,6 +75,7 @@ struct World {
     place: Place,
     model: Shared,
     seed: u64,
+    deeds: &'static [Deed],
 }
 
 impl World {
@@ -407,23 +411,24 @@ async fn stopped<T>(operation: impl Future<Output = T>, after: Duration, length:
 async fn act(world: &World, me: (u64, u64), store: &Store, random: &mut Random) -> bool {
     let model = &world.model;
     let ms = |random: &mut Random, most| Duration::from_millis(random.below(most));
-    let what = random.below(16);
+    let what = world.deeds[random.below(world.deeds.len() as u64) as usize];
     let after = ms(random, 400);
     let (dies, stops) = (random.one_in(10), random.one_in(10));
     let length = ms(random, 300_000_000);
     let operation = async {
         match what {
-            0..6 => publish(store, model, random).await,
-            6 => publish_ranks(world, world.options(me.0, me.1 + 32), store, random).await,
-            7 => retire(store, model, random).await,
-            8 if random.one_in(2) => unretire(store, model, random).await,
-            8 => retire(store, model, random).await,
-            9 => rebase(store, model, random).await,
-            10 => pin(store, model, random).await,
-            11 => give_up(store, model, random).await,
-            12 => sweep(store, model).await,
-            13 => resolve(store, model).await,
-            _ => read(store, model, random).await,
+            Deed::Save => publish(store, model, random).await,
+            Deed::PublishRanks => {
+                publish_ranks(world, world.options(me.0, me.1 + 32), store, random).await
+            }
+            Deed::Retire => retire(store, model, random).await,
+            Deed::Unretire => unretire(store, model, random).await,
+            Deed::Rebase => rebase(store, model, random).await,
+            Deed::Pin => pin(store, model, random).await,
+            Deed::GiveUp => give_up(store, model, random).await,
+            Deed::Sweep => sweep(store, model).await,
+            Deed::Resolve => resolve(store, model).await,
+            Deed::Read => read(store, model, random).await,
         }
     };
     let done = if dies {
@@ -432,7 +437,7 @@ async fn act(world: &World, me: (u64, u64), store: &Store, random: &mut Random) 
             Ok(done) => done,
             Err(_) => return false,
         }
-    } else if stops && what < 14 {
+    } else if stops && what != Deed::Read {
         stopped(operation, after, length).await
     } else {
         operation.await
@@ -610,7 +615,7 @@ fn full_at_times(seed: u64) -> impl FnMut(&OpInfo) -> bool {
 async fn simulate(seed: u64, disk: Disk) -> (usize, usize, usize) {
     let (faults, place) = faulty();
     let model = Shared::default();
-    let world = Arc::new(World { place, model: Arc::clone(&model), seed });
+    let world = Arc::new(World { place, model: Arc::clone(&model), seed, deeds: USUAL });
     Store::create(&world.place, world.options(61, 0)).await.unwrap();
     let mut random = Random::new(seed);
     let rate = 10 + random.below(60);

@@ -6,6 +6,7 @@ use object_store::path::Path;
 use s4_store::testing::FaultStore;
 use s4_store::{Digest, Publish, RepairReport};
 
+use super::deeds::CHANGING;
 use super::*;
 use crate::damage::{Way, harm, key};
 
@@ -101,7 +102,8 @@ impl Harmed {
         let covered = covered(faults).await;
         let mut bad = BTreeSet::new();
         // With bad luck, nothing was saved yet.
-        let wanted = if last == 0 { 0 } else { 1 + random.below(3) };
+        let most = if world.deeds == USUAL { 3 } else { 6 };
+        let wanted = if last == 0 { 0 } else { 1 + random.below(most) };
         for _ in 0..wanted {
             // Mostly among the newest ones, which no view covers.
             let n = match random.one_in(3) {
@@ -299,7 +301,8 @@ impl Harmed {
 async fn simulate(seed: u64) -> (usize, usize, usize) {
     let (faults, place) = faulty();
     let model = Shared::default();
-    let world = Arc::new(World { place, model: Arc::clone(&model), seed });
+    let deeds = if seed % 2 == 0 { USUAL } else { CHANGING };
+    let world = Arc::new(World { place, model: Arc::clone(&model), seed, deeds });
     Store::create(&world.place, world.options(61, 0)).await.unwrap();
     let mut random = Random::new(seed ^ 0x4e9a14);
     faults.set_lateness(seed ^ 0x1a7e, LATEST);
