@@ -48,7 +48,11 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     for checkpoint in state.live.values() {
         let op = listing(state, checkpoint);
         if matches!(op, Op::Unretire { .. }) {
-            ops.insert(checkpoint.order, Op::Publish(checkpoint.about.clone()));
+            // The place in time of a replacement is that of the first one that it stands for.
+            let about = &checkpoint.about;
+            let replaced = about.replaces.and_then(|old| state.dead(old.id));
+            let published = replaced.map_or(checkpoint.order, |dead| dead.entry);
+            ops.insert(published, Op::Publish(about.clone()));
         }
         ops.insert(checkpoint.entry, op);
     }

@@ -408,6 +408,23 @@ async fn a_lost_unretire_is_proved_by_what_needs_it() {
     }
 }
 
+/// A view tells when a checkpoint was first published, which for a rebase is not when its own entry was written.
+#[tokio::test(start_paused = true)]
+async fn a_rebase_that_was_listed_again_is_restored_from_a_view() {
+    for lost in 1..=5 {
+        let (faults, place, saved) = grown(2).await;
+        let store = Store::open(&place, quick_options()).await.unwrap();
+        let new = store.rebase(saved[0].id(), &mut toy::ToyRebaser::default()).await.unwrap();
+        store.retire(&[new.id(), saved[1].id()], "").await.unwrap();
+        store.unretire(&[new.id()]).await.unwrap();
+        store.sweep(&SweepOptions::default()).await.unwrap();
+        harm(&faults, lost, Way::Flipped, &faults).await;
+        let told = Store::repair(&place, quick_options(), true).await.unwrap();
+        let store = Store::open(&place, quick_options()).await.unwrap();
+        assert_eq!(steps(&store).await, [1], "{lost} lost: {told:#?}");
+    }
+}
+
 /// A checkpoint is retired only while it is not pinned, so a `retire` proves that a lost entry unpinned it.
 #[tokio::test(start_paused = true)]
 async fn a_lost_unpin_is_proved_by_a_retire() {

@@ -157,7 +157,8 @@ impl Harmed {
                     model.never.retain(|id| !ids.contains(id));
                     back.extend(ids.iter().copied());
                 }
-                Op::Pin { id } => drop(model.maybe_unpinned.insert(*id)),
+                // What replaces a pinned checkpoint is pinned, without an entry of its own.
+                Op::Pin { id } => model.maybe_unpinned.extend(model.family(*id)),
                 // Its checkpoint is still pinned, so a later `retire` has no effect.
                 Op::Unpin { id } => drop(back.insert(*id)),
                 _ => {}
