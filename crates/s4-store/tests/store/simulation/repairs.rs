@@ -302,7 +302,7 @@ impl Harmed {
 async fn simulate(seed: u64) -> (usize, usize, usize) {
     let (faults, place) = faulty();
     let model = Shared::default();
-    let deeds = if seed % 2 == 0 { USUAL } else { CHANGING };
+    let deeds = if seed.is_multiple_of(2) { USUAL } else { CHANGING };
     let world = Arc::new(World { place, model: Arc::clone(&model), seed, deeds });
     Store::create(&world.place, world.options(61, 0)).await.unwrap();
     let mut random = Random::new(seed ^ 0x4e9a14);
