@@ -405,8 +405,8 @@ pub enum Conflict {
     NotRetired {
         /// The checkpoint.
         id: CheckpointId,
-        /// Its state: `listed`, `replaced`, `given up` (a sweep deletes it), `unknown`, or a text if the
-        /// entry that described it was lost.
+        /// Its state: `listed`, `replaced`, `given up` (a sweep deletes it), `unknown`; or that it is
+        /// retired, but the log entry that described it was lost.
         state: &'static str,
     },
     /// The chain would be too deep.

@@ -16,7 +16,7 @@ use crate::{faulty, simulations};
 mod deeds;
 mod repairs;
 
-use deeds::{Deed, USUAL};
+use deeds::{Deed, Mix, USUAL};
 
 const LEN: usize = 24;
 const GRACE: Duration = Duration::from_secs(24 * 3600);
@@ -75,7 +75,7 @@ struct World {
     place: Place,
     model: Shared,
     seed: u64,
-    deeds: &'static [Deed],
+    deeds: &'static Mix,
 }
 
 impl World {
@@ -411,7 +411,7 @@ async fn stopped<T>(operation: impl Future<Output = T>, after: Duration, length:
 async fn act(world: &World, me: (u64, u64), store: &Store, random: &mut Random) -> bool {
     let model = &world.model;
     let ms = |random: &mut Random, most| Duration::from_millis(random.below(most));
-    let what = world.deeds[random.below(world.deeds.len() as u64) as usize];
+    let what = world.deeds.choose(random);
     let after = ms(random, 400);
     let (dies, stops) = (random.one_in(10), random.one_in(10));
     let length = ms(random, 300_000_000);
@@ -615,7 +615,7 @@ fn full_at_times(seed: u64) -> impl FnMut(&OpInfo) -> bool {
 async fn simulate(seed: u64, disk: Disk) -> (usize, usize, usize) {
     let (faults, place) = faulty();
     let model = Shared::default();
-    let world = Arc::new(World { place, model: Arc::clone(&model), seed, deeds: USUAL });
+    let world = Arc::new(World { place, model: Arc::clone(&model), seed, deeds: &USUAL });
     Store::create(&world.place, world.options(61, 0)).await.unwrap();
     let mut random = Random::new(seed);
     let rate = 10 + random.below(60);

@@ -1,6 +1,6 @@
 //! What the processes of a simulation do.
 
-use Deed::{GiveUp, Pin, PublishRanks, Read, Rebase, Resolve, Retire, Save, Sweep, Unretire};
+use s4_store::testing::Random;
 
 /// What a process may do next.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -17,59 +17,46 @@ pub(super) enum Deed {
     Read,
 }
 
-/// Each deed is done as often as it is listed.
-pub(super) const USUAL: &[Deed] = &[
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    PublishRanks,
-    PublishRanks,
-    Retire,
-    Retire,
-    Retire,
-    Unretire,
-    Rebase,
-    Rebase,
-    Pin,
-    Pin,
-    GiveUp,
-    GiveUp,
-    Sweep,
-    Sweep,
-    Resolve,
-    Resolve,
-    Read,
-    Read,
-    Read,
-    Read,
-];
+/// How often each deed is done, relative to the others.
+#[derive(Debug, PartialEq)]
+pub(super) struct Mix([(Deed, u64); 10]);
+
+pub(super) static USUAL: Mix = Mix([
+    (Deed::Save, 12),
+    (Deed::PublishRanks, 2),
+    (Deed::Retire, 3),
+    (Deed::Unretire, 1),
+    (Deed::Rebase, 2),
+    (Deed::Pin, 2),
+    (Deed::GiveUp, 2),
+    (Deed::Sweep, 2),
+    (Deed::Resolve, 2),
+    (Deed::Read, 4),
+]);
 
 /// What is listed changes more often: a repair must find out what was listed when.
-pub(super) const CHANGING: &[Deed] = &[
-    Save,
-    Save,
-    Save,
-    Save,
-    Save,
-    PublishRanks,
-    Retire,
-    Retire,
-    Unretire,
-    Unretire,
-    Rebase,
-    Rebase,
-    Pin,
-    GiveUp,
-    Sweep,
-    Resolve,
-    Read,
-];
+pub(super) static CHANGING: Mix = Mix([
+    (Deed::Save, 5),
+    (Deed::PublishRanks, 1),
+    (Deed::Retire, 2),
+    (Deed::Unretire, 2),
+    (Deed::Rebase, 2),
+    (Deed::Pin, 1),
+    (Deed::GiveUp, 1),
+    (Deed::Sweep, 1),
+    (Deed::Resolve, 1),
+    (Deed::Read, 1),
+]);
+
+impl Mix {
+    pub(super) fn choose(&self, random: &mut Random) -> Deed {
+        let mut left = random.below(self.0.iter().map(|(_, share)| share).sum());
+        for (deed, share) in self.0 {
+            if left < share {
+                return deed;
+            }
+            left -= share;
+        }
+        unreachable!("the shares add up")
+    }
+}

@@ -102,7 +102,7 @@ impl Harmed {
         let covered = covered(faults).await;
         let mut bad = BTreeSet::new();
         // With bad luck, nothing was saved yet.
-        let most = if world.deeds == USUAL { 3 } else { 6 };
+        let most = if *world.deeds == USUAL { 3 } else { 6 };
         let wanted = if last == 0 { 0 } else { 1 + random.below(most) };
         for _ in 0..wanted {
             // Mostly among the newest ones, which no view covers.
@@ -302,7 +302,7 @@ impl Harmed {
 async fn simulate(seed: u64) -> (usize, usize, usize) {
     let (faults, place) = faulty();
     let model = Shared::default();
-    let deeds = if seed.is_multiple_of(2) { USUAL } else { CHANGING };
+    let deeds = if seed.is_multiple_of(2) { &USUAL } else { &CHANGING };
     let world = Arc::new(World { place, model: Arc::clone(&model), seed, deeds });
     Store::create(&world.place, world.options(61, 0)).await.unwrap();
     let mut random = Random::new(seed ^ 0x4e9a14);
