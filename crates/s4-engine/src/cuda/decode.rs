@@ -192,6 +192,8 @@ pub(super) struct Answers {
 pub(super) struct DecodeQueue<'s, 'a> {
     pub(super) session: Session<'s>,
     pub(super) trusted: Option<Trusted>,
+    /// Whether the library's calls were queued that this crate's kernels have not waited for.
+    pub(super) blocks_queued: bool,
     host: &'s Host,
     busy: Vec<Option<Busy<'a>>>,
     next: usize,
@@ -204,8 +206,8 @@ pub(super) struct DecodeQueue<'s, 'a> {
 impl<'s, 'a> DecodeQueue<'s, 'a> {
     fn new(session: Session<'s>, host: &'s Host, trusted: Option<Trusted>) -> Self {
         let busy = (0..SLOTS).map(|_| None).collect();
-        let (scratch, bounce, undone) = Default::default();
-        Self { session, trusted, host, busy, next: 0, scratch, bounce, undone }
+        let (blocks_queued, scratch, bounce, undone) = Default::default();
+        Self { session, trusted, blocks_queued, host, busy, next: 0, scratch, bounce, undone }
     }
 
     /// The next slot, once its previous work is done and found good.
@@ -260,7 +262,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         }
         self.flush(slot, &mut busy, &mut launch)?;
         let on_host = self.decode_blocks(slot, &mut busy, on_host)?;
-        self.session.worker.slots[slot].worked.record(&self.session.worker.compute)?;
+        self.record_worked(slot, &busy)?;
         self.host.chunks.host.fetch_add(on_host.len() as u64, Ordering::Relaxed);
         for number in on_host {
             self.decode_on_host(&busy.frames, &busy.jobs[number])?;
@@ -367,6 +369,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
 
     /// Waits for queued work, so that the slot's memory for descriptors is free again.
     pub(super) fn start_over(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
+        self.wait_for_blocks()?;
         self.session.worker.compute.synchronize()?;
         self.check_statuses(slot, busy)?;
         (busy.meta, busy.sets) = Default::default();
@@ -385,6 +388,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             return Ok(());
         }
         launch.chunks.sort_by_key(|c| c.1);
+        self.wait_for_blocks()?;
         let worker = &self.session.worker;
         let pinned = &worker.slots[slot].pinned;
         let (base, start) = (self.session.pinned_meta(), busy.meta);

@@ -31,7 +31,7 @@ const SCRATCH_SHARE: u64 = 4;
 pub(super) const ENOUGH_TO_ENCODE: u64 = 512 << 20;
 pub(super) const ENOUGH_TO_DECODE: u64 = 320 << 20;
 /// A slot holds at least the largest frame.
-const SMALLEST_SLOT: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
+pub(super) const SMALLEST_SLOT: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
 /// The task of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

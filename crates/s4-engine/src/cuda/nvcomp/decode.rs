@@ -9,9 +9,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use s4_codec_cpu::blocks::Blocks;
-use s4_codec_gpu::DecodeBatch;
 use s4_codec_gpu::abi::{self, CopySpan, DecodeChunk, DecodeStream, Route};
 use s4_codec_gpu::nvcomp::{Decompress, GpuCodec, Shape, Status};
+use s4_codec_gpu::{DecodeBatch, Stream};
 use s4_format::limits::ALIGN;
 use s4_format::{CodecId, Error, ResidualId, StreamEntry};
 
@@ -84,6 +84,23 @@ impl Chunk {
 }
 
 impl<'a> DecodeQueue<'_, 'a> {
+    /// Makes this crate's kernels wait for the library's calls, whose scratch memory they use, too.
+    pub(in crate::cuda) fn wait_for_blocks(&mut self) -> Result<()> {
+        let worker = &self.session.worker;
+        if std::mem::take(&mut self.blocks_queued) {
+            worker.beside.iter().try_for_each(|stream| worker.compute.wait_for(stream))?;
+        }
+        Ok(())
+    }
+
+    /// Records that a slot's work is queued.
+    pub(in crate::cuda) fn record_worked(&self, slot: usize, busy: &Busy<'a>) -> Result<()> {
+        let worker = &self.session.worker;
+        // A stream for the library's calls waited for `compute`.
+        let last = if busy.by_library.is_empty() { &*worker.compute } else { self.stream_of(slot) };
+        Ok(worker.slots[slot].worked.record(last)?)
+    }
+
     /// Queues the jobs that the library can decode; returns the others.
     pub(in crate::cuda) fn decode_blocks(
         &mut self,
@@ -93,17 +110,17 @@ impl<'a> DecodeQueue<'_, 'a> {
     ) -> Result<Vec<usize>> {
         let Some(trusted) = self.trusted.clone() else { return Ok(numbers) };
         let (mut others, mut found) = (vec![], vec![]);
-        let sizes = self.session.sizes;
-        // The other half is for the library's own scratch memory.
-        let (most, room) = (sizes.scratch / 2, (sizes.meta as usize).saturating_sub(GAPS));
+        let scratch_of_stream = self.scratch_of(slot).1;
+        let room = (self.session.sizes.meta as usize).saturating_sub(GAPS);
         for number in numbers {
             let job = &busy.jobs[number];
             let chunk = self.chunk_in_blocks(&trusted, slot, number, job, busy.frames.frame(job));
-            match chunk.filter(|c| c.scratch() <= most && c.meta() <= room) {
+            match chunk.filter(|c| c.scratch() <= scratch_of_stream / 2 && c.meta() <= room) {
                 Some(chunk) => found.push(chunk),
                 None => others.push(number),
             }
         }
+        let most = scratch_of_stream - self.reserve(slot, &found);
         let sound = self.check(slot, busy, &found)?;
         let (mut batch, mut scratch, mut meta) = (vec![], 0, 0);
         for (chunk, sound) in found.into_iter().zip(sound) {
@@ -124,6 +141,40 @@ impl<'a> DecodeQueue<'_, 'a> {
         }
         self.queue_blocks(slot, busy, batch)?;
         Ok(others)
+    }
+
+    /// The stream for a slot's calls of the library. Slots take turns in two streams, since a call takes a millisecond or
+    /// two, however few blocks it has, and leaves most of the device idle.
+    fn stream_of(&self, slot: usize) -> &Stream {
+        let streams = &self.session.worker.beside;
+        &streams[slot % streams.len()]
+    }
+
+    /// Address and size of that stream's part of the scratch memory.
+    fn scratch_of(&self, slot: usize) -> (u64, u64) {
+        let parts = self.session.worker.beside.len() as u64;
+        let bytes = self.session.sizes.scratch / parts / PART * PART;
+        (self.session.scratch() + slot as u64 % parts * bytes, bytes)
+    }
+
+    /// Bytes of scratch memory that the library may need to decode these chunks or some of them, at most half of the
+    /// stream's part.
+    fn reserve(&self, slot: usize, chunks: &[Chunk]) -> u64 {
+        let mut calls = BTreeMap::new();
+        for coded in chunks.iter().flat_map(|chunk| &chunk.coded) {
+            let none = Shape { blocks: 0, max_block: coded.codec.block(), total: 0 };
+            let key = (coded.codec.id().0, coded.codec.param());
+            let (_, shape) = calls.entry(key).or_insert((&coded.codec, none));
+            shape.blocks += coded.blocks.len();
+            shape.total += coded.size;
+        }
+        let (device, stream) = (&self.session.worker.device, self.stream_of(slot).address());
+        let needed = |(codec, shape): (&Box<dyn GpuCodec>, Shape)| {
+            // A call that cannot be made is reported when it is made.
+            decode_scratch(&**codec, device, shape, stream).map_or(0, |bytes| bytes as u64 + PART)
+        };
+        let most = calls.into_values().map(needed).max().unwrap_or(0);
+        most.min(self.scratch_of(slot).1 / 2)
     }
 
     /// Whether the checksums of frames match.
@@ -254,7 +305,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         }
         let mut calls = BTreeMap::new();
         let (mut chunks, mut spans) = (vec![], vec![]);
-        let mut scratch = self.session.scratch();
+        let (mut scratch, _) = self.scratch_of(slot);
         for chunk in batch {
             let number = chunk.number;
             let (d, end) = place(&busy.jobs[number], chunk, scratch, &mut calls);
@@ -292,24 +343,27 @@ impl<'a> DecodeQueue<'_, 'a> {
             status: on_device + status_at as u64,
             routes: [0, 0, chunks.len() as u32, 0, 0],
         };
-        // SAFETY: descriptors, arrays, answers and scratch are parts of the session's memory, used in the
+        let stream = self.stream_of(slot);
+        // Launches of this crate's kernels use all the scratch memory.
+        stream.wait_for(&worker.compute)?;
+        // SAFETY: descriptors, arrays, answers and this part of the scratch memory are the session's, used in the
         // order of one stream; blocks lie within frames whose checksums match, of a checkpoint that the
         // caller trusts; the values are the caller's, who promised that nothing else uses them.
         unsafe {
-            worker.compute.copy_spans(pinned.address(base + fetch_at), 1)?;
-            worker.compute.fill(work.status, 0, 4 * chunks.len() as u64)?;
+            stream.copy_spans(pinned.address(base + fetch_at), 1)?;
+            stream.fill(work.status, 0, 4 * chunks.len() as u64)?;
             for ((call, arrays), answers) in calls.values().zip(&arrays).zip(&answers) {
                 let arrays = arrays.map(|at| on_device + at as u64);
                 let tensor = busy.jobs[call.jobs[0]].tensor;
                 let answers = on_device + answers.at as u64;
-                self.decode_call(tensor, call, arrays, answers, scratch)?;
+                self.decode_call(slot, tensor, call, arrays, (answers, scratch))?;
             }
-            let worker = &self.session.worker;
-            worker.compute.decode_checked(&work)?;
-            worker.compute.copy_spans(on_device + spans_at as u64, spans.len() as u32)?;
+            stream.decode_checked(&work)?;
+            stream.copy_spans(on_device + spans_at as u64, spans.len() as u32)?;
             let (from, len) = (on_device + status_at as u64, fetch_at - status_at);
-            worker.compute.copy_to_host(from, pinned, base + status_at, len)?;
+            stream.copy_to_host(from, pinned, base + status_at, len)?;
         }
+        self.blocks_queued = true;
         let statuses = chunks.iter().enumerate().map(|(i, c)| (c.0, status_at + 4 * i));
         busy.by_library.extend(statuses);
         busy.answers.extend(answers);
@@ -324,19 +378,19 @@ impl<'a> DecodeQueue<'_, 'a> {
     /// As [`GpuCodec::decode`], for what the arrays on the device name when the stream gets there.
     unsafe fn decode_call(
         &self,
+        slot: usize,
         tensor: usize,
         call: &Call,
         [inputs, input_sizes, outputs, output_capacities]: [u64; 4],
-        answers: u64,
-        scratch: u64,
+        (answers, scratch): (u64, u64),
     ) -> Result<()> {
         let Some(codec) = &call.codec else { return Ok(()) };
         let worker = &self.session.worker;
-        let (shape, stream) = (call.shape(), worker.compute.address());
+        let (shape, stream) = (call.shape(), self.stream_of(slot).address());
         let needed = decode_scratch(&**codec, &worker.device, shape, stream).of(tensor)?;
         let scratch = scratch.next_multiple_of(PART);
-        let end = self.session.scratch() + self.session.sizes.scratch;
-        if scratch + needed as u64 > end {
+        let (start, bytes) = self.scratch_of(slot);
+        if scratch + needed as u64 > start + bytes {
             let what = format!(
                 "{needed} bytes of scratch memory needed for codec `{}`, more than reserved",
                 codec.id()

@@ -6,6 +6,7 @@
 //! parallel.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -21,7 +22,7 @@ use crate::EncodedFrame;
 use crate::cuda::encode::{bad_answer, encoded};
 use crate::cuda::error::{Of, Result};
 use crate::cuda::host::Host;
-use crate::cuda::worker::{SLOTS, Session};
+use crate::cuda::worker::{SLOTS, SMALLEST_SLOT, Session};
 use crate::engine::{Chunk, ChunkQueue};
 
 /// Device memory of a stream: enough for as many values as pinned memory has room for at a time.
@@ -53,8 +54,10 @@ pub(in crate::cuda) struct LibraryQueue<'a> {
     memory: u64,
     meta: u64,
     in_flight: VecDeque<Group>,
-    /// The results of the first group's chunks, and how many of them were handed on.
+    /// The results of the first group's chunks, the places of their frames in pinned memory (a slot, and the offset
+    /// in it), and how many of them were handed on.
     results: Vec<EncodeResult>,
+    arrived: Vec<(usize, usize)>,
     handed: usize,
 }
 
@@ -84,6 +87,7 @@ impl<'a> LibraryQueue<'a> {
             shares,
             in_flight: VecDeque::new(),
             results: vec![],
+            arrived: vec![],
             handed: 0,
         })
     }
@@ -147,7 +151,14 @@ impl<'a> LibraryQueue<'a> {
         let places = Places::of(load);
         places.end <= self.memory
             && places.meta() <= self.meta
-            && load.frames <= self.session.sizes.host_frames
+            && load.frames <= self.pinned_frames()
+    }
+
+    /// Bytes of frames that fit in the slots, however long each is: at the end of each slot except the last, less than
+    /// the largest frame is left over.
+    fn pinned_frames(&self) -> u64 {
+        let (slots, room) = (SLOTS as u64, self.session.sizes.host_frames);
+        slots * room - (slots - 1) * room.min(SMALLEST_SLOT)
     }
 
     /// Number of values in a chunk, and bytes of each.
@@ -331,7 +342,6 @@ impl<'a> LibraryQueue<'a> {
         let Share { stream, worked } = &self.shares[share];
         worked.synchronize()?;
         let results = self.results_of(group, &places);
-        let mut total = 0;
         for (chunk, result) in group.chunks.iter().zip(&results) {
             let end = result.offset.checked_add(result.len.into());
             match u32::from(result.status) {
@@ -348,17 +358,21 @@ impl<'a> LibraryQueue<'a> {
                     return Err(Error::limit(what).in_chunk(chunk.chunk)).of(chunk.tensor);
                 }
             }
-            let end = end.filter(|&end| end <= group.load.frames);
-            total = total.max(end.ok_or_else(|| bad_answer(self.ordinal()))?);
+            if end.is_none_or(|end| end > group.load.frames) {
+                return Err(bad_answer(self.ordinal()).into());
+            }
         }
         let frames = self.address(share) + places.frames;
-        // SAFETY: the kernels are done with the frames, which have `total` bytes; the frames that
-        // were in the slot were handed on.
-        unsafe {
-            stream.copy_to_host(frames, &self.session.worker.slots[0].pinned, 0, total as usize)?;
+        let (arrived, parts) = distribute(&results, self.session.sizes.host_frames)
+            .ok_or_else(|| bad_answer(self.ordinal()))?;
+        for (slot, part) in self.session.worker.slots.iter().zip(parts) {
+            let (from, len) = (frames + part.start, (part.end - part.start) as usize);
+            // SAFETY: the kernels are done with the frames, of which this is a part; the frames that were
+            // in the slot were handed on.
+            unsafe { stream.copy_to_host(from, &slot.pinned, 0, len)? };
         }
         stream.synchronize()?;
-        self.results = results;
+        (self.results, self.arrived) = (results, arrived);
         self.launch_on(share)
     }
 
@@ -397,14 +411,16 @@ impl<'a> LibraryQueue<'a> {
         let done = self.handed..self.handed + count;
         self.handed = done.end;
         self.host.chunks.device.fetch_add(count as u64, Ordering::Relaxed);
-        let frame = |(chunk, result): (&Chunk, &EncodeResult)| {
-            let (at, len) = (result.offset as usize, result.len as usize);
+        let frame = |number: usize| {
+            let (chunk, result) = (&group.chunks[number], &self.results[number]);
+            let (slot, at) = self.arrived[number];
             // SAFETY: the copy that wrote it is done; the next one is made by a later call.
-            let bytes = unsafe { self.session.worker.slots[0].pinned.slice(at, len) };
+            let bytes =
+                unsafe { self.session.worker.slots[slot].pinned.slice(at, result.len as usize) };
             let encoded = encoded(result);
             EncodedFrame { tensor: chunk.tensor, chunk: chunk.chunk, encoded, bytes, held: None }
         };
-        group.chunks[done.clone()].iter().zip(&self.results[done]).map(frame).collect()
+        done.map(frame).collect()
     }
 }
 
@@ -417,7 +433,65 @@ impl Drop for LibraryQueue<'_> {
     }
 }
 
+/// Distributes frames, which lie one after the other, among slots of `room` bytes each. Returns the slot of each frame
+/// and its offset there, and the part of the frames that each slot gets; `None` if that is impossible.
+fn distribute(
+    results: &[EncodeResult],
+    room: u64,
+) -> Option<(Vec<(usize, usize)>, Vec<Range<u64>>)> {
+    let (mut places, mut parts) = (Vec::with_capacity(results.len()), Vec::<Range<u64>>::new());
+    for result in results {
+        let frame = result.offset..result.offset.checked_add(result.len.into())?;
+        let before = parts.last().map_or(0, |part| part.end);
+        if frame.start < before || frame.end - frame.start > room {
+            return None;
+        }
+        match parts.last_mut() {
+            Some(part) if frame.end - part.start <= room => part.end = frame.end,
+            _ => parts.push(frame.clone()),
+        }
+        let part = parts.last()?;
+        places.push((parts.len() - 1, (frame.start - part.start) as usize));
+    }
+    (parts.len() <= SLOTS).then_some((places, parts))
+}
+
 fn put(to: &mut [u8], at: u64, bytes: &[u8]) {
     let at = at as usize;
     to[at..at + bytes.len()].copy_from_slice(bytes);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frames(lens: &[u32]) -> Vec<EncodeResult> {
+        let mut offset = 0;
+        let result = |&len| {
+            let at = offset;
+            offset = (at + u64::from(len)).next_multiple_of(16);
+            EncodeResult { offset: at, len, ..bytemuck::Zeroable::zeroed() }
+        };
+        lens.iter().map(result).collect()
+    }
+
+    #[test]
+    fn frames_are_distributed_among_the_slots_in_order() {
+        let (places, parts) = distribute(&frames(&[100, 100, 20, 250, 6]), 256).unwrap();
+        assert_eq!(places, [(0, 0), (0, 112), (0, 224), (1, 0), (2, 0)]);
+        assert_eq!(parts, [0..244, 256..506, 512..518]);
+        assert_eq!(distribute(&[], 256), Some((vec![], vec![])));
+    }
+
+    #[test]
+    fn frames_that_do_not_fit_or_overlap_are_refused() {
+        assert_eq!(distribute(&frames(&[257]), 256), None);
+        assert!(distribute(&frames(&[200; SLOTS]), 256).is_some());
+        assert_eq!(distribute(&frames(&[200; SLOTS + 1]), 256), None);
+        let mut overlapping = frames(&[100, 100]);
+        overlapping[1].offset = 99;
+        assert_eq!(distribute(&overlapping, 256), None);
+        overlapping[1].offset = u64::MAX;
+        assert_eq!(distribute(&overlapping, 256), None);
+    }
 }
