@@ -129,11 +129,13 @@ impl<'a> DecodeQueue<'_, 'a> {
                 others.push(chunk.number);
                 continue;
             }
-            let full = scratch + chunk.scratch() > most || meta + chunk.meta() + busy.meta > room;
-            if full {
+            if scratch + chunk.scratch() > most || meta + chunk.meta() + busy.meta > room {
+                // The next batch follows in the same stream, and may use the same scratch memory.
                 self.queue_blocks(slot, busy, std::mem::take(&mut batch))?;
-                self.start_over(slot, busy)?;
                 (scratch, meta) = (0, 0);
+            }
+            if chunk.meta() + busy.meta > room {
+                self.start_over(slot, busy)?;
             }
             scratch += chunk.scratch();
             meta += chunk.meta();
