@@ -1,5 +1,6 @@
 //! Decodes frames with streams in blocks: the library decodes the blocks into planes in scratch
-//! memory, and this crate's kernels go on as if those planes had been stored raw.
+//! memory, and this crate's kernels go on as if those planes had been stored raw. Batches of frames take
+//! turns in two streams, each with half of the scratch memory.
 //!
 //! Only for checkpoints that the caller trusts. A kernel compares a frame's checksum, and the host
 //! waits for its answer before the library gets the frame's blocks, because the host decides how
@@ -166,14 +167,14 @@ impl<'a> DecodeQueue<'_, 'a> {
         for coded in chunks.iter().flat_map(|chunk| &chunk.coded) {
             let none = Shape { blocks: 0, max_block: coded.codec.block(), total: 0 };
             let key = (coded.codec.id().0, coded.codec.param());
-            let (_, shape) = calls.entry(key).or_insert((&coded.codec, none));
+            let (_, shape) = calls.entry(key).or_insert((&*coded.codec, none));
             shape.blocks += coded.blocks.len();
             shape.total += coded.size;
         }
         let (device, stream) = (&self.session.worker.device, self.stream_of(slot).address());
-        let needed = |(codec, shape): (&Box<dyn GpuCodec>, Shape)| {
+        let needed = |(codec, shape): (&dyn GpuCodec, Shape)| {
             // A call that cannot be made is reported when it is made.
-            decode_scratch(&**codec, device, shape, stream).map_or(0, |bytes| bytes as u64 + PART)
+            decode_scratch(codec, device, shape, stream).map_or(0, |bytes| bytes as u64 + PART)
         };
         let most = calls.into_values().map(needed).max().unwrap_or(0);
         most.min(self.scratch_of(slot).1 / 2)

@@ -30,6 +30,9 @@ const SHARE: u64 = 128 << 20;
 /// Number of streams: with fewer, nothing would be coded while frames are copied, and more make nothing faster.
 const STREAMS: std::ops::RangeInclusive<u64> = 2..=12;
 
+/// A slot, and an offset in its pinned memory.
+type PinnedPlace = (usize, usize);
+
 /// Chunks that are coded together.
 struct Group {
     share: usize,
@@ -54,10 +57,9 @@ pub(in crate::cuda) struct LibraryQueue<'a> {
     memory: u64,
     meta: u64,
     in_flight: VecDeque<Group>,
-    /// The results of the first group's chunks, the places of their frames in pinned memory (a slot, and the offset
-    /// in it), and how many of them were handed on.
+    /// The results of the first group's chunks, the places of their frames, and how many of them were handed on.
     results: Vec<EncodeResult>,
-    arrived: Vec<(usize, usize)>,
+    arrived: Vec<PinnedPlace>,
     handed: usize,
 }
 
@@ -433,12 +435,9 @@ impl Drop for LibraryQueue<'_> {
     }
 }
 
-/// Distributes frames, which lie one after the other, among slots of `room` bytes each. Returns the slot of each frame
-/// and its offset there, and the part of the frames that each slot gets; `None` if that is impossible.
-fn distribute(
-    results: &[EncodeResult],
-    room: u64,
-) -> Option<(Vec<(usize, usize)>, Vec<Range<u64>>)> {
+/// Distributes frames, which lie one after the other, among slots of `room` bytes each. Returns the place of each
+/// frame, and the part of the frames that each slot gets; `None` if that is impossible.
+fn distribute(results: &[EncodeResult], room: u64) -> Option<(Vec<PinnedPlace>, Vec<Range<u64>>)> {
     let (mut places, mut parts) = (Vec::with_capacity(results.len()), Vec::<Range<u64>>::new());
     for result in results {
         let frame = result.offset..result.offset.checked_add(result.len.into())?;
