@@ -192,7 +192,7 @@ pub(super) struct Answers {
 pub(super) struct DecodeQueue<'s, 'a> {
     pub(super) session: Session<'s>,
     pub(super) trusted: Option<Trusted>,
-    /// Whether the library's calls were queued that this crate's kernels have not waited for.
+    /// Whether calls of the library are queued that this crate's kernels do not wait for yet.
     pub(super) blocks_queued: bool,
     host: &'s Host,
     busy: Vec<Option<Busy<'a>>>,

@@ -85,7 +85,7 @@ impl Chunk {
 }
 
 impl<'a> DecodeQueue<'_, 'a> {
-    /// Makes this crate's kernels wait for the library's calls, whose scratch memory they use, too.
+    /// Makes this crate's kernels wait for all queued calls of the library, which use the same scratch memory.
     pub(in crate::cuda) fn wait_for_blocks(&mut self) -> Result<()> {
         let worker = &self.session.worker;
         if std::mem::take(&mut self.blocks_queued) {
@@ -94,10 +94,10 @@ impl<'a> DecodeQueue<'_, 'a> {
         Ok(())
     }
 
-    /// Records that a slot's work is queued.
+    /// Records the event of the end of a slot's queued work.
     pub(in crate::cuda) fn record_worked(&self, slot: usize, busy: &Busy<'a>) -> Result<()> {
         let worker = &self.session.worker;
-        // A stream for the library's calls waited for `compute`.
+        // A stream for the library's calls waits for `compute` first, so it ends last.
         let last = if busy.by_library.is_empty() { &*worker.compute } else { self.stream_of(slot) };
         Ok(worker.slots[slot].worked.record(last)?)
     }
