@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 use s4weights::Error;
 use s4weights::cuda::{
-    Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, FrameMemory, GpuError, StagedCopies, Stager,
+    Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, FrameMemory, GpuError, StagedCopies,
 };
 
 use crate::arguments::{Where, memory};
@@ -15,22 +15,7 @@ use crate::watch::watched;
 
 /// Encodes and decodes on CUDA devices. Calls may come from several threads at the same time.
 #[pyclass(frozen, module = "s4weights._core")]
-pub(crate) struct CudaEngine(pub(crate) Arc<s4weights::cuda::CudaEngine>, Stagers);
-
-/// The stagers, which copy tensors on a device, by the device's ordinal.
-#[derive(Default)]
-struct Stagers(Mutex<BTreeMap<u32, Arc<Stager>>>);
-
-impl Stagers {
-    fn get(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stager>, GpuError> {
-        let known = lock(&self.0).get(&ordinal).map(Arc::clone);
-        if let Some(stager) = known {
-            return Ok(stager);
-        }
-        let stager = Stager::new(cuda, ordinal)?;
-        Ok(Arc::clone(lock(&self.0).entry(ordinal).or_insert(stager)))
-    }
-}
+pub(crate) struct CudaEngine(pub(crate) Arc<s4weights::cuda::CudaEngine>);
 
 /// Copies of tensors on CUDA devices, in memory allocated from the driver, until they are freed.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -51,7 +36,7 @@ impl CudaEngine {
         let options = CudaOptions { scratch, frames, ..CudaOptions::default() };
         watched(py, None, || {
             let cuda = Cuda::discover().map_err(of_cuda)?;
-            Ok(Self(Arc::new(s4weights::cuda::CudaEngine::new(cuda, options)), Stagers::default()))
+            Ok(Self(Arc::new(s4weights::cuda::CudaEngine::new(cuda, options))))
         })
     }
 
@@ -81,7 +66,7 @@ impl CudaEngine {
             let mut places = vec![(0, (-1, 0)); tensors.len()];
             let mut by_device = BTreeMap::new();
             for (ordinal, (numbers, list)) in lists {
-                let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
+                let stager = self.0.stager(ordinal).map_err(of_cuda)?;
                 let leave = leave.get(&ordinal).copied().unwrap_or(0);
                 let copies = stager.copy(&list, leave).map_err(of_cuda)?;
                 for (i, m) in numbers.into_iter().zip(copies.memory()) {
@@ -94,14 +79,20 @@ impl CudaEngine {
         })
     }
 
-    /// Copies the values on devices to page-locked host memory, which is kept for later copies. The copies are
-    /// complete when this returns.
-    fn copy_to_host(&self, py: Python<'_>, sources: &Sources) -> PyResult<HostCopies> {
+    /// Copies the values on devices to page-locked host memory, which is kept for later copies. When this returns, the
+    /// values may be changed. `room`: bytes of memory that copies may take on each device, by ordinal, until they have
+    /// arrived on the host.
+    fn copy_to_host(
+        &self,
+        py: Python<'_>,
+        sources: &Sources,
+        room: BTreeMap<u32, u64>,
+    ) -> PyResult<HostCopies> {
         let tensors = sources.on_devices();
         let memory = tensors.iter().map(|&(address, nbytes, place)| memory(address, nbytes, place));
         let memory = memory.collect::<PyResult<Vec<_>>>()?;
         watched(py, None, || {
-            let copies = self.0.copy_to_host(&memory).map_err(of_cuda)?;
+            let copies = self.0.copy_to_host(&memory, &room).map_err(of_cuda)?;
             Ok(HostCopies(Mutex::new(Some(copies))))
         })
     }
@@ -109,7 +100,7 @@ impl CudaEngine {
     /// Free and total bytes of a device's memory, as the driver counts them.
     fn memory(&self, py: Python<'_>, ordinal: u32) -> PyResult<(u64, u64)> {
         watched(py, None, || {
-            let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
+            let stager = self.0.stager(ordinal).map_err(of_cuda)?;
             stager.memory().map_err(of_cuda)
         })
     }
@@ -117,7 +108,7 @@ impl CudaEngine {
     /// The handle of a stream of the engine's own that waits for the work queued on `stream` so far.
     fn after(&self, py: Python<'_>, ordinal: u32, stream: u64) -> PyResult<u64> {
         watched(py, None, || {
-            let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
+            let stager = self.0.stager(ordinal).map_err(of_cuda)?;
             // SAFETY: the caller, the package's own Python part, passes the device's current stream.
             unsafe { stager.after(stream) }.map_err(of_cuda)
         })
@@ -204,10 +195,17 @@ impl DeviceCopies {
 #[pymethods]
 impl HostCopies {
     /// The address of each copy, in the order of the tensors.
-    fn addresses(&self) -> Vec<usize> {
+    fn addresses(&self) -> Vec<u64> {
         let copies = lock(&self.0);
-        let values = copies.iter().flat_map(s4weights::cuda::HostCopies::values);
-        values.map(|v| v.as_ptr().expose_provenance()).collect()
+        copies.iter().flat_map(s4weights::cuda::HostCopies::addresses).collect()
+    }
+
+    /// Waits until all copies have arrived, and frees what they took of devices. Does nothing once they are freed.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        watched(py, None, || match &mut *lock(&self.0) {
+            Some(copies) => copies.wait().map_err(of_cuda),
+            None => Ok(()),
+        })
     }
 
     /// Bytes of host memory that the copies take.
@@ -217,8 +215,7 @@ impl HostCopies {
 
     /// Releases the memory for later copies. These copies must no longer be in use.
     fn free(&self, py: Python<'_>) {
-        let copies = lock(&self.0).take();
-        py.detach(|| drop(copies));
+        py.detach(|| drop(lock(&self.0).take()));
     }
 }
 

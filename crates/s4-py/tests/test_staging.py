@@ -464,6 +464,7 @@ class FakeEngine:
         self.free = free
         self.pinned = pinned
         self.leave: dict[int, int] = {}
+        self.room: dict[int, int] = {}
 
     def memory(self, ordinal: int) -> tuple[int, int]:
         return self.free, 80 << 30
@@ -479,7 +480,8 @@ class FakeEngine:
     def after(self, ordinal: int, stream: int) -> int:
         return stream + 1000
 
-    def copy_to_host(self, sources: Any) -> FakeHostCopies:
+    def copy_to_host(self, sources: Any, room: dict[int, int]) -> FakeHostCopies:
+        self.room = room
         tensors = sources.on_devices()
         needed = sum(nbytes for _, nbytes, _ in tensors)
         if needed > self.pinned:
@@ -492,7 +494,10 @@ class FakeHostCopies:
 
     def __init__(self, tensors: Any) -> None:
         self.tensors = tensors
-        self.is_free = False
+        self.has_arrived = self.is_free = False
+
+    def wait(self) -> None:
+        self.has_arrived = True
 
     def addresses(self) -> list[int]:
         return [(1 << 50) + i for i in range(len(self.tensors))]
@@ -596,8 +601,9 @@ def test_host_copies_if_page_locked_memory_has_room(storages: Any) -> None:
         assert values.sources[0][3:] == (1 << 50, 4 << 30, (-1, 0))
         assert values.sources[1][3] != storages.all()[1].data_ptr()
         # The copies are read until the save ends; the caller's tensors are not read any more.
+        assert not values._host_copies.has_arrived
         values.settle()
-        assert values._held is None
+        assert values._held is None and values._host_copies.has_arrived
         values.release()
         assert not values._host_copies.is_free
         values.end()
@@ -609,6 +615,20 @@ def test_host_copies_if_page_locked_memory_has_room(storages: Any) -> None:
     assert values.waits and values._host_copies is None
     values, _ = stage_fake(storages, 0, "host", pinned=4 << 30, host=(4 << 30) + 50)
     assert not values.waits and not values.reads_host and values.upload_memory == 10
+
+
+def test_host_copies_go_by_way_of_the_room_on_the_device(storages: Any) -> None:
+    # A tenth of the device, 1 GiB that PyTorch once had, and memory for encoding stay free.
+    least = (9 << 30) + 256 * (1 << 20)
+    room: dict[str, Any] = {"pinned": 4 << 30, "scratch": 256 << 20}
+    _, engine = stage_fake(storages, least + (3 << 30), "auto", **room)
+    assert engine.room == {0: 3 << 30}
+    _, engine = stage_fake(storages, least + (3 << 30), "host", **room)
+    assert engine.room == {0: 256 << 20}
+    _, engine = stage_fake(storages, least + 5, "host", **room)
+    assert engine.room == {0: 5}
+    _, engine = stage_fake(storages, least - 1, "host", **room)
+    assert engine.room == {0: 0}
 
 
 def test_a_guard_lets_streams_wait_for_copies(

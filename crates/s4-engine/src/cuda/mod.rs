@@ -63,6 +63,7 @@ use host::{Counters, Host};
 use host_copies::HostMemory;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
+use staging::Stagers;
 use worker::{ENOUGH_TO_DECODE, ENOUGH_TO_ENCODE, Session, Task, Work, Worker};
 
 /// Limits on the engine's memory, and its vector instructions.
@@ -104,6 +105,8 @@ pub struct CudaEngine {
     cuda: Cuda,
     host: Host,
     options: CudaOptions,
+    /// What copies values within devices.
+    stagers: Arc<Stagers>,
     /// Page-locked memory for copies of values.
     copies: Arc<HostMemory>,
     /// nvCOMP, once it was needed and found.
@@ -233,9 +236,11 @@ impl CudaEngine {
     /// An engine on the devices of `cuda`. Devices are opened when they are first used.
     pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
         let (cpu, pieces) = (CpuEngine::new(options.simd), Pieces::new(options.frames));
-        let copies = HostMemory::new(pieces.clone());
+        let stagers = Arc::new(Stagers::default());
+        let copies = HostMemory::new(pieces.clone(), Arc::clone(&stagers));
         let host = Host { cpu, chunks: Counters::default(), pieces };
-        Self { cuda, host, options, copies, library: Mutex::default(), workers: Mutex::default() }
+        let (library, workers) = (Mutex::default(), Mutex::default());
+        Self { cuda, host, options, stagers, copies, library, workers }
     }
 
     /// The engine with further codecs. Planes that are coded with them are encoded and decoded on the CPU.
@@ -320,14 +325,29 @@ impl CudaEngine {
         self.host.pieces.shrink(0);
     }
 
-    /// Copies values to page-locked host memory, within the budget of [`CudaOptions::frames`], after all work queued
-    /// on their streams before. The copies are complete when this returns; the memory is kept for later ones.
+    /// What copies values within a device.
     ///
     /// # Errors
-    /// `Budget` if there is no room for them, `OutOfMemory`, `Argument` for pointers that are not
+    /// Those of [`Stager::new`].
+    pub fn stager(&self, ordinal: u32) -> std::result::Result<Arc<Stager>, GpuError> {
+        self.stagers.get(&self.cuda, ordinal)
+    }
+
+    /// Copies values to page-locked host memory, within the budget of [`CudaOptions::frames`], after all work queued
+    /// on their streams before. When this returns, the values may be changed; the memory is kept for later copies.
+    ///
+    /// `room`: by ordinal, bytes of a device's memory that are free for copies. Values for which there is room are first
+    /// copied there, and to the host after this has returned ([`HostCopies::wait`]).
+    ///
+    /// # Errors
+    /// `Budget` if the host has no room for them, `OutOfMemory`, `Argument` for pointers that are not
     /// memory of their device, `Driver`.
-    pub fn copy_to_host(&self, from: &[DeviceMemory]) -> std::result::Result<HostCopies, GpuError> {
-        self.copies.copy(&self.cuda, from)
+    pub fn copy_to_host(
+        &self,
+        from: &[DeviceMemory],
+        room: &BTreeMap<u32, u64>,
+    ) -> std::result::Result<HostCopies, GpuError> {
+        self.copies.copy(&self.cuda, from, room)
     }
 
     /// Copies values to the host. `sink` gets batches of items, in order: each item's index and bytes.

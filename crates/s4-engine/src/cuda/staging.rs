@@ -4,6 +4,7 @@
 //! no thread waits for it. The memory is the device's, not the framework's, and goes back to the device
 //! as soon as it is freed.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan};
@@ -14,14 +15,32 @@ use crate::threads::lock;
 
 const SPAN: usize = size_of::<CopySpan>();
 /// Copies start at multiples of this.
-const ALIGN: u64 = 256;
+pub(super) const ALIGN: u64 = 256;
 /// Devices map memory in pages of this size.
 const PAGE: u64 = 2 << 20;
 /// The driver copies tensors of at least this size, one by one; a kernel copies all others
 /// together.
-const LARGE: u64 = 16 << 20;
+pub(super) const LARGE: u64 = 16 << 20;
 /// The purpose of the memory, in errors.
 const WHAT: &str = "a copy of the tensors on the device";
+
+/// Bytes that copies take beyond what each needs: all together are rounded up to whole pages.
+pub(super) const ROUNDING: u64 = PAGE + ALIGN;
+
+/// The stagers of devices, each made when it is first used.
+#[derive(Debug, Default)]
+pub(super) struct Stagers(Mutex<BTreeMap<u32, Arc<Stager>>>);
+
+impl Stagers {
+    pub(super) fn get(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stager>> {
+        let known = lock(&self.0).get(&ordinal).map(Arc::clone);
+        if let Some(stager) = known {
+            return Ok(stager);
+        }
+        let stager = Stager::new(cuda, ordinal)?;
+        Ok(Arc::clone(lock(&self.0).entry(ordinal).or_insert(stager)))
+    }
+}
 
 /// Copies device memory within one device.
 #[derive(Debug)]
@@ -197,6 +216,11 @@ impl StagedCopies {
         &self.copies
     }
 
+    /// The address of the first copy. The others follow, in order, each at a multiple of [`ALIGN`].
+    pub(super) fn address(&self) -> u64 {
+        self.memory.as_ref().map_or(0, DeviceMapping::address)
+    }
+
     /// Bytes of device memory that they take.
     pub fn bytes(&self) -> u64 {
         self.memory.as_ref().map_or(0, DeviceMapping::bytes)
@@ -236,6 +260,19 @@ impl Drop for StagedCopies {
             }
         }
     }
+}
+
+/// The most bytes of a device that a copy of `bytes` bytes needs, besides [`ROUNDING`] for all.
+pub(super) fn needed(bytes: u64) -> u64 {
+    let spans = if bytes < LARGE { bytes.div_ceil(COPY_SPAN_BYTES) } else { 0 };
+    bytes.next_multiple_of(ALIGN) + spans * SPAN as u64
+}
+
+/// The place of each copy after the first one, and the bytes that all take.
+#[cfg(test)]
+pub(super) fn places(from: &[DeviceMemory]) -> (Vec<u64>, u64) {
+    let plan = Plan::of(from);
+    (plan.places, plan.bytes)
 }
 
 /// The places of the copies.

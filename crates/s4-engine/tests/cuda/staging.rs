@@ -1,5 +1,7 @@
 //! Copies of tensors on the device: what they hold, what they cost, and what is refused.
 
+use std::collections::BTreeMap;
+
 use s4_codec_gpu::{GpuError, Pinned};
 use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, StagedCopies, Stager};
 use s4_engine::{Engine, Jobs, TensorValues};
@@ -79,50 +81,89 @@ fn copies_on_the_host_are_what_was_there_in_memory_that_is_used_again() {
     let tensors = tensors(&gpu);
     let bytes: u64 = tensors.iter().map(|t| t.0.len() as u64).sum();
     let engine = gpu.engine(CudaOptions { frames: bytes + (64 << 10), ..CudaOptions::default() });
+    let none = &BTreeMap::new();
     let (mut address, mut taken) = (None, None);
     for _ in 0..3 {
-        let copies = engine.copy_to_host(&all(&tensors)).unwrap();
+        let mut copies = engine.copy_to_host(&all(&tensors), none).unwrap();
         for t in &tensors {
             overwrite(&gpu, &t.1, &vec![0xee; t.0.len()]);
         }
-        assert!(copies.values().eq(tensors.iter().map(|t| &t.0[..])));
-        assert!(copies.values().all(|v| v.as_ptr().addr() % 64 == 0));
+        assert!(copies.values().unwrap().eq(tensors.iter().map(|t| &t.0[..])));
+        assert!(copies.addresses().all(|address| address % 64 == 0));
         for t in &tensors {
             overwrite(&gpu, &t.1, &t.0);
         }
         let memory = engine.frame_memory();
         assert_eq!((memory.taken, memory.idle), (copies.bytes(), 0));
-        let first = copies.values().next().map(|v| v.as_ptr().addr());
+        let first = copies.addresses().next();
         assert_eq!(*address.get_or_insert(first), first);
         assert_eq!(*taken.get_or_insert(memory.taken), memory.taken);
         // While these exist, there is no room for others.
-        let refused = engine.copy_to_host(&all(&tensors)).unwrap_err();
+        let refused = engine.copy_to_host(&all(&tensors), none).unwrap_err();
         assert!(matches!(refused, GpuError::Budget { .. }), "{refused}");
         drop(copies);
         assert_eq!(engine.frame_memory().idle, memory.taken);
     }
     // A smaller budget takes back memory that nobody needs.
-    drop(engine.copy_to_host(&all(&tensors)).unwrap());
+    drop(engine.copy_to_host(&all(&tensors), none).unwrap());
     assert!(engine.frame_memory().idle > 1 << 16);
     engine.limit_frame_memory(1 << 16);
     assert_eq!((engine.frame_memory().taken, engine.frame_memory().idle), (0, 0));
     engine.limit_frame_memory(bytes + (64 << 10));
     // Idle memory makes room for frames and larger copies, and is given back.
-    let few = engine.copy_to_host(&all(&tensors[..3])).unwrap();
-    assert_eq!(few.values().map(<[u8]>::len).sum::<usize>(), 4);
+    let mut few = engine.copy_to_host(&all(&tensors[..3]), none).unwrap();
+    assert_eq!(few.values().unwrap().map(<[u8]>::len).sum::<usize>(), 4);
     drop(few);
     engine.trim_frame_memory();
     assert_eq!((engine.frame_memory().taken, engine.frame_memory().idle), (0, 0));
-    let nothing = engine.copy_to_host(&[]).unwrap();
-    assert_eq!(nothing.values().count(), 0);
+    let mut nothing = engine.copy_to_host(&[], none).unwrap();
+    assert_eq!(nothing.values().unwrap().count(), 0);
     engine.limit_frame_memory(bytes / 2);
-    let refused = engine.copy_to_host(&all(&tensors)).unwrap_err();
+    let refused = engine.copy_to_host(&all(&tensors), none).unwrap_err();
     assert!(matches!(refused, GpuError::Budget { .. }), "{refused}");
     // Memory that is not a device's is not copied.
     // SAFETY: the engine finds out.
     let strange = unsafe { DeviceMemory::new(0, 4096, 64, 0) };
-    let refused = engine.copy_to_host(&[strange]).unwrap_err();
+    let refused = engine.copy_to_host(&[strange], none).unwrap_err();
     assert!(matches!(refused, GpuError::Argument(_)), "{refused}");
+}
+
+/// Copies that a device makes first arrive later, as the values were at the call.
+#[test]
+fn copies_by_way_of_the_device_are_what_was_there() {
+    let Some(gpu) = gpu() else { return };
+    let mut tensors = tensors(&gpu);
+    for (i, bytes) in [(40 << 20) + 3, 33 << 20].into_iter().enumerate() {
+        let data: Vec<u8> = (0..bytes).map(|at: usize| (at * 29 + at / 512 + i) as u8).collect();
+        let upload = gpu.upload(&data, 0);
+        tensors.insert(5, (data, upload));
+    }
+    let bytes: u64 = tensors.iter().map(|t| t.0.len() as u64).sum();
+    let engine = gpu.engine(CudaOptions { frames: bytes + (64 << 10), ..CudaOptions::default() });
+    let check = |room: u64| {
+        let room = BTreeMap::from([(0, room)]);
+        let mut copies = engine.copy_to_host(&all(&tensors), &room).unwrap();
+        for t in &tensors {
+            overwrite(&gpu, &t.1, &vec![0xee; t.0.len()]);
+        }
+        for (i, (copy, t)) in copies.values().unwrap().zip(&tensors).enumerate() {
+            assert!(copy == t.0, "tensor {i}, {room:?}");
+        }
+        for t in &tensors {
+            overwrite(&gpu, &t.1, &t.0);
+        }
+        // Those that are dropped before they have arrived are waited for.
+        drop(copies);
+        drop(engine.copy_to_host(&all(&tensors), &room).unwrap());
+    };
+    // Nothing; all but the largest; a part of that, too; everything.
+    [0, bytes - (41 << 20), bytes - (10 << 20), bytes + (9 << 20), u64::MAX].map(check);
+    if gpu.is_slow() {
+        // Something else takes the room first.
+        let rest = gpu.device.memory().unwrap().0 - (32 << 20);
+        let _rest = gpu.pool.alloc(&gpu.stream, rest, "the rest").unwrap();
+        check(bytes + (9 << 20));
+    }
 }
 
 /// Writes on the stream that the originals are used on.

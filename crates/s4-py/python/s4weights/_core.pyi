@@ -184,11 +184,12 @@ class CudaEngine:
         `LimitError` if the copies do not fit.
         """
 
-    def copy_to_host(self, sources: Sources) -> HostCopies:
+    def copy_to_host(self, sources: Sources, room: Mapping[int, int]) -> HostCopies:
         """Copy the values on devices to page-locked host memory, after the work that is queued on
-        their streams. The copies are complete when this returns.
+        their streams. When this returns, the values may be changed.
 
-        Raises `LimitError` if the limit ``frames`` leaves no room for them.
+        ``room``: bytes of memory that copies may take on each device, by ordinal, until they have
+        arrived on the host. Raises `LimitError` if the limit ``frames`` leaves no room for them.
         """
 
     def memory(self, ordinal: int) -> tuple[int, int]:
@@ -228,6 +229,9 @@ class HostCopies:
 
     def addresses(self) -> list[int]:
         """The address of each copy, in the order of the tensors."""
+
+    def wait(self) -> None:
+        """Wait until all copies have arrived, and free the memory that they took on devices."""
 
     def nbytes(self) -> int:
         """Bytes of host memory that the copies take."""

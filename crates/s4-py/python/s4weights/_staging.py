@@ -84,8 +84,9 @@ class StagedValues:
 
     def settle(self) -> None:
         """Called in the background: waits for the copies, and releases the originals."""
-        if self._copies is not None:
-            self._copies.wait()
+        self.wait_copied()
+        if self._host_copies is not None:
+            self._host_copies.wait()
         if self.is_ready:
             self._held = None
 
@@ -148,13 +149,14 @@ def stage_values(
         streams = current_streams(ordinals)
     sources = storages.sources(engine, streams)
     on_devices = sources.device_nbytes() > 0
-    copies = None
+    copies: _core.DeviceCopies | None = None
+    most: int | None = budget.scratch
     if stage in ("auto", "device"):
-        copies = copy_on_devices(sources, engine, streams, stage, budget)
+        copies, most = copy_on_devices(sources, engine, streams, stage, budget), None
         stage = "host" if copies is None and (on_devices or stage == "auto") else "device"
     values = StagedValues(stage, storages, sources)
     if stage == "host" and on_devices:
-        values._host_copies = copy_to_host(sources, engine, budget)
+        values._host_copies = copy_to_host(sources, engine, streams, budget, most)
     host = values._host_copies
     values._copies, values._ordinals = copies, sorted(streams)
     values.engine = engine if on_devices and host is None else None
@@ -197,14 +199,26 @@ def copy_on_devices(
 
 
 def copy_to_host(
-    sources: _core.Sources, engine: _core.CudaEngine | None, budget: Budget
+    sources: _core.Sources,
+    engine: _core.CudaEngine | None,
+    ordinals: Iterable[int],
+    budget: Budget,
+    most: int | None,
 ) -> _core.HostCopies | None:
-    """Copy device values to page-locked host memory; return ``None`` if there are none, or no room."""
+    """Copy device values to page-locked host memory; return ``None`` if there are none, or no room.
+
+    Values for which devices have room, in up to ``most`` bytes of each, are copied there first, and go to the host in
+    the background.
+    """
     nbytes = sources.device_nbytes()
     if engine is None or not nbytes or (budget.host is not None and nbytes > budget.host):
         return None
     try:
-        return engine.copy_to_host(sources)
+        leave = _leave(engine, ordinals, budget)
+        room = {n: max(0, engine.memory(n)[0] - least) for n, least in leave.items()}
+        if most is not None:
+            room = {n: min(free, most) for n, free in room.items()}
+        return engine.copy_to_host(sources, room)
     except S4Error:  # If the device has another problem, encoding on it will report that.
         return None
 

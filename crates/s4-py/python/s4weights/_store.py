@@ -308,10 +308,11 @@ class CheckpointStore(Catalog):
             stage: with ``blocking=False``, how to preserve the values as of the call (see docs/staging.md).
                 ``"device"`` copies values on CUDA devices into free device memory, which is freed as soon as they
                 are encoded; if there is no room, this raises an error. ``"host"`` returns when they have been
-                copied to page-locked host memory, or encoded into it if there is no room for copies. Both also copy
-                tensors in host memory. ``"lazy"`` returns immediately: the caller must not change or resize any
-                tensor until all have been read, which `PendingSave.guard` waits for. ``"auto"`` is ``"device"`` if
-                there is room, otherwise ``"host"``: the tensors may change once the call returns.
+                copied to page-locked host memory, up to ``gpu_scratch`` bytes of them to free device memory first, or
+                encoded into host memory if it has no room for copies. Both also copy tensors in host memory.
+                ``"lazy"`` returns immediately: the caller must not change or resize any tensor until all have been
+                read, which `PendingSave.guard` waits for. ``"auto"`` is ``"device"`` if there is room, otherwise
+                ``"host"`` with all the room that devices have: the tensors may change once the call returns.
             base: store a base instead of a delta.
             progress: as in `save`. A background save calls it on a separate thread.
             metadata: strings to store with the object, by name.
