@@ -14,7 +14,7 @@ use super::worker::{Session, Task};
 use super::{CudaEngine, device_memory};
 use crate::engine::{TensorValues, each};
 use crate::error::TensorError;
-use crate::planner::{Sample, TensorFacts};
+use crate::planner::{FittedOffsets, Sample, TensorFacts};
 use crate::{
     DeviceMemory, Inputs, Moment, ParentSample, Preset, Scratch, TensorPlan, Values, planner,
 };
@@ -192,15 +192,12 @@ impl CudaEngine {
         }
         scratch.counted.clear();
         let Fetched { alone, probes, moments, grid: values } = split(given, tensor, bytes);
-        let offsets = match grid {
-            Some(grid) => Some(cpu.fit(&about, grid, values)?),
-            None => None,
-        };
-        let offsets = offsets.as_deref();
+        let fit = grid.map(|grid| move || cpu.fit(&about, grid, values));
+        let offsets = FittedOffsets::new(fit.as_ref().map(|fit| fit as _));
         let values = about.values();
         let alone = |about: &TensorFacts<'_>, scratch: &mut Scratch| {
             let sample = Sample::fetched(planner::sampled_runs(values).collect(), alone);
-            cpu.plan_alone(about, &sample, offsets, scratch)
+            cpu.plan_alone(about, &sample, offsets.get()?, scratch)
         };
         let Some((manifest, number)) = given.inputs.parent(tensor) else {
             return alone(&about, scratch);
@@ -216,7 +213,7 @@ impl CudaEngine {
         let moments = &moments.collect::<Vec<_>>()[..];
         let parent = ParentSample { manifest, tensor: number, values: parent, expected, moments };
         let probes = Sample::fetched(planner::parent_probes(dtype, values), probes);
-        cpu.plan_difference(&about, &probes, &parent, offsets, scratch, &alone)
+        cpu.plan_difference(&about, &probes, &parent, &offsets, scratch, &alone)
     }
 }
 

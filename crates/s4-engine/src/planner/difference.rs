@@ -9,7 +9,8 @@ use super::choice::{Choice, Method, known_planes};
 use super::layout::{Candidate, SampleKind};
 use super::update::Shape;
 use super::{
-    MOMENT, MomentSample, PLAN_BITS, ParentSample, Sample, TensorFacts, allowed, are_same, finish,
+    FittedOffsets, MOMENT, MomentSample, PLAN_BITS, ParentSample, Sample, TensorFacts, allowed,
+    are_same, finish,
 };
 use crate::scratch::width_of;
 use crate::{CpuEngine, Preset, Scratch, TensorPlan};
@@ -28,6 +29,9 @@ const CONTEXTS_GAIN: u64 = 512;
 /// Contexts from moments must save this part of the difference without them: reading the tensor
 /// then reads the moments, too.
 const UPDATE_GAIN: u64 = 512;
+/// Where the difference takes this many bits a value less than the values themselves, little of the values is left for
+/// rows and columns to explain, and the share of the parent in a blend would be nearly all: neither is fitted.
+const EXPLAINED: u64 = 3;
 /// A step that leaves less than this part of the XOR's bits explains the change: nothing else is compared.
 const STEP_EXPLAINS: u64 = 2;
 
@@ -39,7 +43,7 @@ impl CpuEngine {
         about: &TensorFacts<'_>,
         sample: &Sample<'_>,
         parent: &ParentSample<'_>,
-        offsets: Option<&[u8]>,
+        offsets: &FittedOffsets<'_>,
         scratch: &mut Scratch,
         alone: &dyn Fn(&TensorFacts<'_>, &mut Scratch) -> Result<TensorPlan>,
     ) -> Result<TensorPlan> {
@@ -50,7 +54,7 @@ impl CpuEngine {
                 parent.values.len()
             )));
         }
-        let about = &about.with_offsets(offsets);
+        let about = &about.with_offsets(offsets.are_wanted());
         let known = about.choice;
         let mut from = Differences::of(sample);
         if let Some(choice) = known {
@@ -66,12 +70,21 @@ impl CpuEngine {
         // remembered, so that the next time everything is.
         let all = |c: Choice| c.needs_offsets() || c.is_of_another() || !about.may_have_offsets();
         let all = known.is_none_or(all);
-        let found = self.alone(about, sample, offsets, scratch)?;
+        let direct = self.best(about, &sample.values, SampleKind::Values, scratch)?;
+        let plain = direct.as_ref().map_or(0, |direct| direct.bits);
+        let mut delta = self.difference(about, &mut from, parent, scratch)?;
+        let explained = |bits: u64| from.values(about) * EXPLAINED <= plain.saturating_sub(bits);
+        let found = match delta.as_ref().is_some_and(|delta| explained(delta.bits())) {
+            true => (direct, false),
+            false => {
+                delta = self.or_blend(delta, about, &mut from, parent, offsets, scratch)?;
+                self.direct_or_by_offsets(about, direct, sample, offsets.get()?, scratch)?
+            }
+        };
         let least = found.0.as_ref().map_or(0, |best| best.bits);
-        let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
         let Some(delta) = delta.filter(|delta| from.is_worth(about, least, delta.bits())) else {
             let plan = match are_same(about.dtype, about.values()) {
-                true => self.plan_found(about, found, sample, offsets, scratch)?,
+                true => self.plan_found(about, found, sample, offsets.get()?, scratch)?,
                 false => alone(about, scratch)?,
             };
             let choice = plan.choice.filter(|_| all);
@@ -86,7 +99,7 @@ impl CpuEngine {
             plan = self.smaller_of_small(about, plan, sample, Some(parent), scratch, |s| {
                 let alone =
                     |_: &TensorFacts<'_>, s: &mut Scratch| self.plan_alone(&fast, sample, None, s);
-                self.plan_difference(&fast, sample, parent, None, s, &alone)
+                self.plan_difference(&fast, sample, parent, &FittedOffsets::new(None), s, &alone)
             })?;
         }
         Ok(TensorPlan { choice: plan.choice.filter(|_| all), ..plan })
@@ -99,7 +112,7 @@ impl CpuEngine {
         about: &TensorFacts<'_>,
         from: &mut Differences<'_>,
         parent: &ParentSample<'_>,
-        offsets: Option<&[u8]>,
+        offsets: &FittedOffsets<'_>,
         scratch: &mut Scratch,
     ) -> Result<Again> {
         let again = &about.again(choice);
@@ -123,7 +136,7 @@ impl CpuEngine {
         // If the difference saves little, it is compared with the values without the parent.
         if !choice.exceeds(made.bits()) {
             let about = &TensorFacts { again: None, ..*again };
-            let alone = self.alone(about, from.sample, offsets, scratch)?.0;
+            let alone = self.alone(about, from.sample, offsets.get()?, scratch)?.0;
             if alone.is_some_and(|alone| !from.is_worth(about, alone.bits, made.bits())) {
                 return Ok(Again::Differs);
             }
@@ -134,25 +147,24 @@ impl CpuEngine {
         Ok(Again::Holds(Box::new(TensorPlan { choice: Some(choice.renewed(now)), ..plan })))
     }
 
-    /// The cheapest difference of the sample from the parent's.
+    /// The cheapest difference of the sample from the parent's, without rows and columns.
     fn difference(
         &self,
         about: &TensorFacts<'_>,
         from: &mut Differences<'_>,
         parent: &ParentSample<'_>,
-        offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Option<Difference>> {
-        const METHODS: [(Method, u64); 5] = [
+        const METHODS: [(Method, u64); 4] = [
             (Method::Step, UPDATE_GAIN),
             (Method::Sub, SUB_GAIN),
             (Method::Contexts, CONTEXTS_GAIN),
             (Method::Update, UPDATE_GAIN),
-            (Method::Blend, BLEND_GAIN),
         ];
-        let mut cheapest = self.by_method(Method::Xor, about, from, parent, offsets, scratch)?;
+        let none = &FittedOffsets::new(None);
+        let mut cheapest = self.by_method(Method::Xor, about, from, parent, none, scratch)?;
         for (method, gain) in METHODS {
-            let other = self.by_method(method, about, from, parent, offsets, scratch)?;
+            let other = self.by_method(method, about, from, parent, none, scratch)?;
             let least = cheapest.as_ref().map_or(0, Difference::bits);
             if other.as_ref().is_some_and(|other| other.bits() < least - least / gain) {
                 let all = method == Method::Step
@@ -166,6 +178,22 @@ impl CpuEngine {
         Ok(cheapest)
     }
 
+    /// The cheaper of a difference and the one that rows and columns make together with the parent.
+    fn or_blend(
+        &self,
+        delta: Option<Difference>,
+        about: &TensorFacts<'_>,
+        from: &mut Differences<'_>,
+        parent: &ParentSample<'_>,
+        offsets: &FittedOffsets<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Difference>> {
+        let blend = self.by_method(Method::Blend, about, from, parent, offsets, scratch)?;
+        let least = delta.as_ref().map_or(0, Difference::bits);
+        let smaller = |blend: &Difference| blend.bits() < least - least / BLEND_GAIN;
+        Ok(blend.filter(smaller).or(delta))
+    }
+
     /// The sample's difference from the parent's by one method; `None` if that method does not apply.
     fn by_method(
         &self,
@@ -173,7 +201,7 @@ impl CpuEngine {
         about: &TensorFacts<'_>,
         from: &mut Differences<'_>,
         parent: &ParentSample<'_>,
-        offsets: Option<&[u8]>,
+        offsets: &FittedOffsets<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<Difference>> {
         let (allowed, dtype) = (allowed(about.preset), about.dtype);
@@ -233,7 +261,7 @@ impl CpuEngine {
                 None => return Ok(None),
             },
             Method::Blend if allowed.blend => {
-                let Some(offsets) = offsets else { return Ok(None) };
+                let Some(offsets) = offsets.get()? else { return Ok(None) };
                 match self.blend(about, from.sample, parent, offsets, scratch)? {
                     Some(blended) => blended,
                     None => return Ok(None),
@@ -291,12 +319,16 @@ impl<'a> Differences<'a> {
         Self { sample, ordered: vec![] }
     }
 
+    /// The number of values of the sample.
+    fn values(&self, about: &TensorFacts<'_>) -> u64 {
+        (self.sample.values.len() / about.width()) as u64
+    }
+
     /// Whether a difference is worth it, in the sample and for the whole tensor. `alone` and `bits`
     /// are the bits of the sample without the parent and as a difference.
     fn is_worth(&self, about: &TensorFacts<'_>, alone: u64, bits: u64) -> bool {
         let saved = alone.saturating_sub(bits);
-        let sampled = (self.sample.values.len() / about.width()).max(1) as u64;
-        let whole = saved.saturating_mul(about.values()) / sampled;
+        let whole = saved.saturating_mul(about.values()) / self.values(about).max(1);
         saved > 0 && saved >= alone / DELTA_GAIN && whole > PLAN_BITS
     }
 }
@@ -348,5 +380,60 @@ impl Difference {
             _ => SideKind::CONTEXTS,
         };
         finish(about, Some(best), plan, (!side.is_empty()).then_some((kind, &side[..])))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use s4_format::{DType, Digest, PredictorId};
+    use s4_predict::rank1::Grid;
+
+    use super::*;
+    use crate::planner::parent_probes;
+
+    /// Positive values whose size depends on the row, as second moments have: the same size, but for `noise` of it, for
+    /// every seed.
+    fn moments(noise: f32, seed: u32) -> Vec<u8> {
+        let mut x = seed;
+        let value = |i: u32| {
+            x = (x ^ i).wrapping_mul(0x9e37_79b1).rotate_left(13).wrapping_mul(5);
+            let of_all = (i.wrapping_mul(0x85eb_ca6b) >> 8) as f32 / 16_777_216.0;
+            let own = (x >> 8) as f32 / 16_777_216.0;
+            let row = f32::exp2((i / 256 * 7919 % 64) as f32 / -4.0);
+            row * (1.0 + of_all + noise * own)
+        };
+        (0..64 * 256).map(value).flat_map(f32::to_le_bytes).collect()
+    }
+
+    #[test]
+    fn rows_and_columns_are_fitted_unless_the_parent_explains_the_values() {
+        let engine = CpuEngine::new(s4_planes::Simd::detect());
+        let (shape, dtype) = ([64, 256], DType::Float32);
+        for (noise, needed) in [(1e-4, false), (4.0, true)] {
+            let (now, before) = (moments(noise, 1), moments(noise, 2));
+            let about = TensorFacts::new(Preset::Balanced, (dtype, &shape, now.len()), None, None);
+            let sample = Sample::of(&now, 4, parent_probes(dtype, about.values()));
+            let before = Sample::of(&before, 4, parent_probes(dtype, about.values()));
+            let (manifest, values) = (Digest([7; 32]), &before.values[..]);
+            let parent = ParentSample { manifest, tensor: 0, values, moments: &[], expected: None };
+            let (grid, fitted) = (Grid::of(&shape).unwrap(), Cell::new(0));
+            let fit = || {
+                fitted.set(fitted.get() + 1);
+                engine.fit(&about, &grid, &super::super::gather(&now, 4, grid.ranges()))
+            };
+            let offsets = FittedOffsets::new(Some(&fit));
+            let mut scratch = Scratch::default();
+            let alone = |about: &TensorFacts<'_>, scratch: &mut Scratch| {
+                engine.plan_alone(about, &sample, offsets.get()?, scratch)
+            };
+            let plan = engine
+                .plan_difference(&about, &sample, &parent, &offsets, &mut scratch, &alone)
+                .unwrap();
+            assert_eq!(fitted.get(), u32::from(needed));
+            let expected = if needed { PredictorId::RANK1 } else { PredictorId::PARENT };
+            assert_eq!(plan.plan.predictor, expected, "noise {noise}");
+        }
     }
 }

@@ -22,7 +22,7 @@ pub(crate) struct TensorFacts<'a> {
     pub(crate) epsilon: Option<f64>,
     /// The earlier choice, if it was made for a tensor of this kind.
     pub(crate) choice: Option<Choice>,
-    /// Whether row and column offsets were computed for it.
+    /// Whether row and column offsets are worth trying for it.
     pub(super) has_offsets: bool,
     /// Whether chunks with tables of their own are considered, however few there are.
     pub(super) own_tables: bool,
@@ -60,10 +60,9 @@ impl<'a> TensorFacts<'a> {
         Self { choice: None, again: Some(choice), preset: choice.preset, ..self }
     }
 
-    /// The same, with these row and column offsets. A choice made for another tensor that had none
+    /// The same, with or without row and column offsets. A choice made for another tensor that had none
     /// is dropped if this one has some.
-    pub(super) fn with_offsets(self, offsets: Option<&[u8]>) -> Self {
-        let has_offsets = offsets.is_some();
+    pub(super) fn with_offsets(self, has_offsets: bool) -> Self {
         let unlike = |choice: &Choice| has_offsets && choice.knows_no_offsets();
         Self { choice: self.choice.filter(|choice| !unlike(choice)), has_offsets, ..self }
     }
@@ -83,8 +82,8 @@ impl TensorFacts<'_> {
         (self.bytes / self.width()) as u64
     }
 
-    /// What a choice remembers of it: preset, dtype, number of values, and whether row and column offsets were
-    /// computed.
+    /// What a choice remembers of it: preset, dtype, number of values, and whether row and column offsets
+    /// were worth trying.
     pub(super) fn remembered(&self) -> (Preset, DType, u64, bool) {
         (self.preset, self.dtype, self.values(), self.has_offsets)
     }

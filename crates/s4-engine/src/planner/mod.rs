@@ -23,6 +23,7 @@ mod coding;
 mod counted;
 mod difference;
 mod facts;
+mod fitted;
 mod layout;
 mod sample;
 mod step;
@@ -38,6 +39,7 @@ use choice::{Method, known_planes};
 use coding::precision;
 pub(crate) use counted::Counted;
 pub(crate) use facts::TensorFacts;
+pub(crate) use fitted::FittedOffsets;
 use layout::{Candidate, SampleKind};
 use sample::gather;
 pub use sample::parent_probes;
@@ -137,18 +139,17 @@ impl CpuEngine {
             None => alone(),
             Some(_) => Sample::of(data, width, parent_probes(dtype, values)),
         };
-        let offsets = match self.wants_offsets(&about, &sample.values) {
-            Some(grid) => Some(self.fit(&about, &grid, &gather(data, width, grid.ranges()))?),
-            None => None,
-        };
-        let offsets = offsets.as_deref();
+        let grid = self.wants_offsets(&about, &sample.values);
+        let fit =
+            grid.map(|grid| move || self.fit(&about, &grid, &gather(data, width, grid.ranges())));
+        let offsets = FittedOffsets::new(fit.as_ref().map(|fit| fit as _));
         match parent {
-            None => self.plan_alone(&about, &sample, offsets, scratch),
+            None => self.plan_alone(&about, &sample, offsets.get()?, scratch),
             Some(parent) => {
                 let alone = |about: &TensorFacts<'_>, s: &mut Scratch| {
-                    self.plan_alone(about, &alone(), offsets, s)
+                    self.plan_alone(about, &alone(), offsets.get()?, s)
                 };
-                self.plan_difference(&about, &sample, parent, offsets, scratch, &alone)
+                self.plan_difference(&about, &sample, parent, &offsets, scratch, &alone)
             }
         }
     }
@@ -183,7 +184,7 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
-        let about = &about.with_offsets(offsets);
+        let about = &about.with_offsets(offsets.is_some());
         if let Some(choice) = about.choice {
             if let Some(found) = self.alone_again(about, choice, sample, offsets, scratch)? {
                 return self.plan_found(about, found, sample, offsets, scratch);
@@ -299,6 +300,18 @@ impl CpuEngine {
         scratch: &mut Scratch,
     ) -> Result<(Option<Candidate>, bool)> {
         let direct = self.best(about, &sample.values, SampleKind::Values, scratch)?;
+        self.direct_or_by_offsets(about, direct, sample, offsets, scratch)
+    }
+
+    /// The same, given the cost of plain values.
+    fn direct_or_by_offsets(
+        &self,
+        about: &TensorFacts<'_>,
+        direct: Option<Candidate>,
+        sample: &Sample<'_>,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<(Option<Candidate>, bool)> {
         let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
             return Ok((direct, false));
         };
