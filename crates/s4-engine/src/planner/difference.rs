@@ -32,6 +32,8 @@ const UPDATE_GAIN: u64 = 512;
 /// Where the difference takes this many bits a value less than the values themselves, little of the values is left for
 /// rows and columns to explain, and the share of the parent in a blend would be nearly all: neither is fitted.
 const EXPLAINED: u64 = 3;
+/// Where the difference takes this part of a bit a value more than the values themselves, contexts do not save enough.
+const CONTEXTS_SAVE: u64 = 2;
 /// A step that leaves less than this part of the XOR's bits explains the change: nothing else is compared.
 const STEP_EXPLAINS: u64 = 2;
 
@@ -72,14 +74,10 @@ impl CpuEngine {
         let all = known.is_none_or(all);
         let direct = self.best(about, &sample.values, SampleKind::Values, scratch)?;
         let plain = direct.as_ref().map_or(0, |direct| direct.bits);
-        let mut delta = self.difference(about, &mut from, parent, scratch)?;
-        let explained = |bits: u64| from.values(about) * EXPLAINED <= plain.saturating_sub(bits);
-        let found = match delta.as_ref().is_some_and(|delta| explained(delta.bits())) {
+        let delta = self.difference(about, plain, &mut from, parent, offsets, scratch)?;
+        let found = match delta.as_ref().is_some_and(|d| from.explains(about, plain, d.bits())) {
             true => (direct, false),
-            false => {
-                delta = self.or_blend(delta, about, &mut from, parent, offsets, scratch)?;
-                self.direct_or_by_offsets(about, direct, sample, offsets.get()?, scratch)?
-            }
+            false => self.direct_or_by_offsets(about, direct, sample, offsets.get()?, scratch)?,
         };
         let least = found.0.as_ref().map_or(0, |best| best.bits);
         let Some(delta) = delta.filter(|delta| from.is_worth(about, least, delta.bits())) else {
@@ -147,25 +145,42 @@ impl CpuEngine {
         Ok(Again::Holds(Box::new(TensorPlan { choice: Some(choice.renewed(now)), ..plan })))
     }
 
-    /// The cheapest difference of the sample from the parent's, without rows and columns.
+    /// The cheapest difference of the sample from the parent's. `plain`: the bits of its values.
     fn difference(
         &self,
         about: &TensorFacts<'_>,
+        plain: u64,
         from: &mut Differences<'_>,
         parent: &ParentSample<'_>,
+        offsets: &FittedOffsets<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<Difference>> {
-        const METHODS: [(Method, u64); 4] = [
+        const METHODS: [(Method, u64); 5] = [
             (Method::Step, UPDATE_GAIN),
             (Method::Sub, SUB_GAIN),
+            (Method::Blend, BLEND_GAIN),
             (Method::Contexts, CONTEXTS_GAIN),
             (Method::Update, UPDATE_GAIN),
         ];
-        let none = &FittedOffsets::new(None);
-        let mut cheapest = self.by_method(Method::Xor, about, from, parent, none, scratch)?;
+        let mut cheapest = self.by_method(Method::Xor, about, from, parent, offsets, scratch)?;
+        let mut in_order = 0;
         for (method, gain) in METHODS {
-            let other = self.by_method(method, about, from, parent, none, scratch)?;
             let least = cheapest.as_ref().map_or(0, Difference::bits);
+            let is_vain = match method {
+                Method::Blend => from.explains(about, plain, least),
+                Method::Contexts | Method::Update => {
+                    cheapest.as_ref().is_some_and(|c| c.method == Method::Blend)
+                        || in_order > plain + from.values(about) / CONTEXTS_SAVE
+                }
+                _ => false,
+            };
+            if is_vain {
+                continue;
+            }
+            let other = self.by_method(method, about, from, parent, offsets, scratch)?;
+            if method == Method::Sub {
+                in_order = other.as_ref().map_or(0, Difference::bits);
+            }
             if other.as_ref().is_some_and(|other| other.bits() < least - least / gain) {
                 let all = method == Method::Step
                     && other.as_ref().is_some_and(|step| step.bits() < least / STEP_EXPLAINS);
@@ -176,22 +191,6 @@ impl CpuEngine {
             }
         }
         Ok(cheapest)
-    }
-
-    /// The cheaper of a difference and the one that rows and columns make together with the parent.
-    fn or_blend(
-        &self,
-        delta: Option<Difference>,
-        about: &TensorFacts<'_>,
-        from: &mut Differences<'_>,
-        parent: &ParentSample<'_>,
-        offsets: &FittedOffsets<'_>,
-        scratch: &mut Scratch,
-    ) -> Result<Option<Difference>> {
-        let blend = self.by_method(Method::Blend, about, from, parent, offsets, scratch)?;
-        let least = delta.as_ref().map_or(0, Difference::bits);
-        let smaller = |blend: &Difference| blend.bits() < least - least / BLEND_GAIN;
-        Ok(blend.filter(smaller).or(delta))
     }
 
     /// The sample's difference from the parent's by one method; `None` if that method does not apply.
@@ -322,6 +321,11 @@ impl<'a> Differences<'a> {
     /// The number of values of the sample.
     fn values(&self, about: &TensorFacts<'_>) -> u64 {
         (self.sample.values.len() / about.width()) as u64
+    }
+
+    /// Whether a difference of `bits` bits leaves little of the values, which take `plain` bits.
+    fn explains(&self, about: &TensorFacts<'_>, plain: u64, bits: u64) -> bool {
+        self.values(about) * EXPLAINED <= plain.saturating_sub(bits)
     }
 
     /// Whether a difference is worth it, in the sample and for the whole tensor. `alone` and `bits`
