@@ -12,7 +12,7 @@ use std::time::Instant;
 use s4_benches::states::{Outcome, State};
 use s4_engine::{
     Choice, CpuEngine, EncodeJob, MomentSample, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
-    TensorView, parent_probes,
+    TensorView, expected_of, parent_probes,
 };
 use s4_format::{DType, Digest};
 use s4_planes::Simd;
@@ -97,12 +97,16 @@ fn measure(
             .map(|(tensor, (dtype, values))| MomentSample { tensor, dtype: *dtype, values })
             .collect();
         let parents = probed(&parent);
+        // What the parent's own rows and columns predict, if it is stored with them.
+        let before = TensorView { dtype, shape: &shape, data: &parent };
+        let before = engine.plan(&PlanJob::new(preset, &before), &mut Scratch::default())?;
+        let expected = expected_of(&before.plan, (dtype, &shape, &before.side), None)?;
         let sample = ParentSample {
             manifest: Digest([1; 32]),
             tensor: 0,
             values: &parents,
             moments: &moments_of,
-            expected: None,
+            expected: expected.as_ref(),
         };
         let inputs = [&parent[..]].into_iter().chain(moments.iter().map(|(_, data)| &data[..]));
         let inputs: Vec<_> = inputs.collect();

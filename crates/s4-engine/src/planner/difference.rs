@@ -29,8 +29,8 @@ const CONTEXTS_GAIN: u64 = 512;
 /// Contexts from moments must save this part of the difference without them: reading the tensor
 /// then reads the moments, too.
 const UPDATE_GAIN: u64 = 512;
-/// Where the difference takes this many bits a value less than the values themselves, little of the values is left for
-/// rows and columns to explain, and the share of the parent in a blend would be nearly all: neither is fitted.
+/// Where a difference takes this many bits a value less than the values themselves, rows and columns alone cannot
+/// take less.
 const EXPLAINED: u64 = 3;
 /// Where the difference takes this part of a bit a value more than the values themselves, contexts do not save enough.
 const CONTEXTS_SAVE: u64 = 2;
@@ -158,26 +158,18 @@ impl CpuEngine {
         const METHODS: [(Method, u64); 5] = [
             (Method::Step, UPDATE_GAIN),
             (Method::Sub, SUB_GAIN),
-            (Method::Blend, BLEND_GAIN),
             (Method::Contexts, CONTEXTS_GAIN),
             (Method::Update, UPDATE_GAIN),
+            (Method::Blend, BLEND_GAIN),
         ];
         let mut cheapest = self.by_method(Method::Xor, about, from, parent, offsets, scratch)?;
-        let mut in_order = 0;
+        let (mut in_order, most) = (0, plain + from.values(about) / CONTEXTS_SAVE);
         for (method, gain) in METHODS {
-            let least = cheapest.as_ref().map_or(0, Difference::bits);
-            let is_vain = match method {
-                Method::Blend => from.explains(about, plain, least),
-                Method::Contexts | Method::Update => {
-                    cheapest.as_ref().is_some_and(|c| c.method == Method::Blend)
-                        || in_order > plain + from.values(about) / CONTEXTS_SAVE
-                }
-                _ => false,
-            };
-            if is_vain {
+            if matches!(method, Method::Contexts | Method::Update) && in_order > most {
                 continue;
             }
             let other = self.by_method(method, about, from, parent, offsets, scratch)?;
+            let least = cheapest.as_ref().map_or(0, Difference::bits);
             if method == Method::Sub {
                 in_order = other.as_ref().map_or(0, Difference::bits);
             }
@@ -259,7 +251,7 @@ impl CpuEngine {
                 Some((best, step)) => (Some(best), step.to_bytes()),
                 None => return Ok(None),
             },
-            Method::Blend if allowed.blend => {
+            Method::Blend if allowed.blend && parent.expected.is_some() => {
                 let Some(offsets) = offsets.get()? else { return Ok(None) };
                 match self.blend(about, from.sample, parent, offsets, scratch)? {
                     Some(blended) => blended,
@@ -412,10 +404,10 @@ mod tests {
     }
 
     #[test]
-    fn rows_and_columns_are_fitted_unless_the_parent_explains_the_values() {
+    fn rows_and_columns_alone_are_chosen_only_where_the_parent_explains_little() {
         let engine = CpuEngine::new(s4_planes::Simd::detect());
         let (shape, dtype) = ([64, 256], DType::Float32);
-        for (noise, needed) in [(1e-4, false), (4.0, true)] {
+        for (noise, chosen) in [(1e-4, false), (4.0, true)] {
             let (now, before) = (moments(noise, 1), moments(noise, 2));
             let about = TensorFacts::new(Preset::Balanced, (dtype, &shape, now.len()), None, None);
             let sample = Sample::of(&now, 4, parent_probes(dtype, about.values()));
@@ -435,8 +427,9 @@ mod tests {
             let plan = engine
                 .plan_difference(&about, &sample, &parent, &offsets, &mut scratch, &alone)
                 .unwrap();
-            assert_eq!(fitted.get(), u32::from(needed));
-            let expected = if needed { PredictorId::RANK1 } else { PredictorId::PARENT };
+            // Without the parent's own there is no blend, and nothing else needs them.
+            assert_eq!(fitted.get(), u32::from(chosen), "noise {noise}");
+            let expected = if chosen { PredictorId::RANK1 } else { PredictorId::PARENT };
             assert_eq!(plan.plan.predictor, expected, "noise {noise}");
         }
     }
