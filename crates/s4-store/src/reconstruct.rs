@@ -76,7 +76,8 @@ pub(crate) fn has_heir(replaced: &BTreeSet<CheckpointId>, entry: &Entry) -> bool
 
 /// Adds a [bare](Publish::is_bare) stand-in for each checkpoint that has ended (which `is_over` says, or a
 /// replacement proves) but that an entry names as its parent or as replaced, and that no entry publishes. It
-/// gets an earlier one of the `lost` numbers.
+/// gets an earlier one of the `lost` numbers; if it was pinned before, one before that, so that what replaced it is
+/// pinned, too.
 pub(crate) fn adopt(
     ops: &mut BTreeMap<u64, Op>,
     lost: &BTreeSet<u64>,
@@ -87,6 +88,12 @@ pub(crate) fn adopt(
     let op_of = |entry: &&Entry| entry.op.published();
     let mut there: BTreeSet<_> = good.iter().filter_map(op_of).collect();
     there.extend(lost.iter().filter_map(|n| ops.get(n)?.published()));
+    let mut pins = BTreeMap::new();
+    for entry in good {
+        if let Op::Pin { id } = entry.op {
+            pins.entry(id).or_insert(entry.n);
+        }
+    }
     for entry in good {
         let Op::Publish(about) = &entry.op else { continue };
         for named in about.parent.iter().chain(&about.replaces) {
@@ -94,8 +101,9 @@ pub(crate) fn adopt(
             if !ended || !there.insert(named.id) {
                 continue;
             }
-            let free = lost.range(..entry.n).rev().find(|n| !ops.contains_key(*n));
-            if let Some(free) = free {
+            let free = |before: u64| lost.range(..before).rev().find(|n| !ops.contains_key(*n));
+            let pinned = pins.get(&named.id).copied().filter(|pin| *pin < entry.n);
+            if let Some(free) = pinned.and_then(free).or_else(|| free(entry.n)) {
                 ops.insert(*free, bare(*named, None));
             }
         }

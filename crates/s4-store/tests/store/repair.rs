@@ -301,6 +301,26 @@ async fn a_rebase_of_a_checkpoint_that_was_listed_again_survives() {
     assert_eq!(steps(&store).await, [2]);
 }
 
+/// A checkpoint is pinned only while it is listed: of several lost entries, one before the pin is taken to list it, and
+/// what replaced it stays pinned.
+#[tokio::test(start_paused = true)]
+async fn a_rebase_of_a_pinned_checkpoint_stays_pinned() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let one = toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+    let two = toy::save(&store, 2, Some((one.reference(), &[1; 20])), &[2; 20]).await.unwrap();
+    store.pin(two.id()).await.unwrap();
+    toy::save(&store, 3, None, &[3; 20]).await.unwrap();
+    let new = store.rebase(two.id(), &mut toy::ToyRebaser::default()).await.unwrap();
+    harm(&faults, 2, Way::Flipped, &faults).await;
+    harm(&faults, 4, Way::Flipped, &faults).await;
+    let told = Store::repair(&place, quick_options(), true).await.unwrap();
+    assert_eq!((told.fenced, told.reconstructed), (vec![4], vec![2]));
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&store).await, [1, 2]);
+    assert!(store.state().await.unwrap().get(new.id()).is_some_and(|c| c.pinned));
+}
+
 /// The view knows that a checkpoint was replaced, even if its replacement has been retired since.
 #[tokio::test(start_paused = true)]
 async fn a_replaced_checkpoint_is_not_listed_again_in_place_of_a_retired_one() {
