@@ -124,7 +124,7 @@ struct Layout {
 /// What a device copies within its own memory first.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Staged {
-    /// Numbers of tensors, and where in the tensor the copy begins: at its first byte, but for the first tensor.
+    /// Numbers of tensors, and the byte of each where the copy begins: 0, except perhaps for the first tensor.
     parts: Vec<(usize, u64)>,
     /// The first byte on the host, and the number of bytes. They lie there as they do on the device.
     place: (u64, u64),
@@ -241,13 +241,17 @@ impl HostCopies {
         let left: Vec<_> = streams.values().map(|s| recorded(s)).collect::<Result<_>>()?;
         for (ordinal, (at, bytes), copies) in staged {
             let Some(stream) = streams.get(ordinal) else { continue };
+            let arrived = Event::new(stream.device())?;
             // SAFETY: the device's stream; the copies lie there one after the other, in memory that stays until they
             // have arrived, and have a place of their own on the host.
             unsafe {
                 copies.hold(stream.address())?;
                 stream.copy_to_host(copies.address(), pinned, to_usize(at), to_usize(bytes))?;
             }
-            self.on_the_way.push((copies, recorded(stream)?));
+            let recorded = arrived.record(stream);
+            // Also after an error: they are being read.
+            self.on_the_way.push((copies, arrived));
+            recorded?;
         }
         left.iter().try_for_each(Event::synchronize)?;
         self.on_the_way.iter().try_for_each(|(copies, _)| copies.wait())

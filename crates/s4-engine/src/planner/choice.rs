@@ -63,7 +63,7 @@ pub struct Choice {
     /// Bits of the sample as planned, and in `alone` without a parent.
     bits: u64,
     alone: u64,
-    /// Whether row and column offsets were compared.
+    /// Whether row and column offsets were worth trying.
     offsets: bool,
     /// Findings about planes whose symbols have contexts.
     planes: [Option<KnownPlane>; MAX_PLANES],

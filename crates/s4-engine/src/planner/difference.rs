@@ -387,10 +387,10 @@ mod tests {
     use s4_predict::rank1::Grid;
 
     use super::*;
-    use crate::planner::parent_probes;
+    use crate::planner::{gather, parent_probes};
 
-    /// Positive values whose size depends on the row, as second moments have: the same size, but for `noise` of it, for
-    /// every seed.
+    /// Positive values whose size depends on the row, as in second moments. Those of two seeds differ by up to `noise`
+    /// times the row's size.
     fn moments(noise: f32, seed: u32) -> Vec<u8> {
         let mut x = seed;
         let value = |i: u32| {
@@ -417,7 +417,7 @@ mod tests {
             let (grid, fitted) = (Grid::of(&shape).unwrap(), Cell::new(0));
             let fit = || {
                 fitted.set(fitted.get() + 1);
-                engine.fit(&about, &grid, &super::super::gather(&now, 4, grid.ranges()))
+                engine.fit(&about, &grid, &gather(&now, 4, grid.ranges()))
             };
             let offsets = FittedOffsets::new(Some(&fit));
             let mut scratch = Scratch::default();

@@ -27,10 +27,10 @@ impl<'a> FittedOffsets<'a> {
     /// Those of fitting them.
     pub(crate) fn get(&self) -> Result<Option<&[u8]>> {
         let Some(fit) = self.fit else { return Ok(None) };
-        if self.fitted.get().is_none() {
-            let offsets = fit()?;
-            return Ok(Some(self.fitted.get_or_init(|| offsets)));
+        if let Some(offsets) = self.fitted.get() {
+            return Ok(Some(offsets));
         }
-        Ok(self.fitted.get().map(Vec::as_slice))
+        let offsets = fit()?;
+        Ok(Some(self.fitted.get_or_init(|| offsets)))
     }
 }

@@ -134,7 +134,8 @@ def save(
             the same in all cases.
         gpu_scratch: bytes of memory to use on each CUDA device while encoding, rounded down to a
             power of two. ``None`` means up to 768 MiB. At most an eighth of the free memory is
-            used, except that the first 256 MiB may be up to half of it.
+            used, except that the first 256 MiB may be up to half of it. ``stage="host"`` uses up
+            to as much for copies instead.
         pinned_memory: limit, in bytes, on the page-locked host memory that this process uses for
             values from CUDA devices, either unchanged (``stage="host"``) or encoded. It applies
             from now on, to all devices and saves together. The memory is allocated when it is

@@ -29,7 +29,7 @@ class Budget(NamedTuple):
     #: Bytes of each device's memory that copies leave free; ``None``: 1 GiB, or a tenth if that is
     #: more.
     device_reserve: int | None = None
-    #: Bytes of each device's memory that encoding takes in addition.
+    #: Bytes of each device's memory that encoding takes in addition, or copies with ``"host"``.
     scratch: int = 0
 
     def check(self) -> Budget:
